@@ -1,0 +1,52 @@
+# Every target sets up what it needs in .venv: `make demo` and `make test` work on a fresh machine.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-oldest pytest lint types format bench clean
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)  ## build, attach and measure a memory on a small model, in two minutes
+	$(BIN)/knn-moe demo
+
+test: lint types pytest  ## lint, types and tests
+
+pytest: $(STAMP)
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)  ## ruff: lint and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)  ## mypy --strict
+	$(BIN)/mypy
+
+format: $(STAMP)  ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)  ## building speed, against the plain way, in one run
+	$(BIN)/knn-moe bench build
+
+# The oldest transformers the model zoo is held to.
+OLD := .venv-oldest
+$(OLD)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(OLD)
+	grep -vE '^(transformers|huggingface_hub|tokenizers)==' constraints.txt > $(OLD)/constraints.txt
+	$(OLD)/bin/python -m pip install -q -c $(OLD)/constraints.txt -e '.[dev]' transformers==5.17.0
+	@touch $@
+
+test-oldest: $(OLD)/.installed  ## the tests that touch transformers, on 5.17
+	$(OLD)/bin/python -m pytest tests/test_families.py tests/test_routers.py tests/test_attach.py tests/test_proof.py
+
+clean:  ## remove what make made
+	rm -rf $(VENV) $(OLD) .mypy_cache .ruff_cache .pytest_cache .hypothesis

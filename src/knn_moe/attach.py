@@ -1,0 +1,167 @@
+"""Put a memory on a model and take it off again.
+
+`attach` installs hooks and nothing else: no module is replaced, no weight or buffer is touched.
+Knows the model's structure through routers.py and intercept.py; the mathematics is recall.py's.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from knn_moe.config import RoutingConfig
+from knn_moe.errors import AttachError, ConfigError, MemoryMismatchError, RouterNotCalledError
+from knn_moe.hooks import LayerStats, RecallHook, TokenMask
+from knn_moe.identity import identify
+from knn_moe.intercept import hook_on
+from knn_moe.memory import RoutingMemory
+from knn_moe.recall import LayerRecall, layer_gamma
+from knn_moe.routers import Router, find_routers
+
+
+def attach(
+    model: nn.Module,
+    memory: RoutingMemory,
+    config: RoutingConfig | None = None,
+    *,
+    force: bool = False,
+) -> Routing:
+    """Let every router of `model` lean on `memory` until the handle is detached.
+
+    Use the handle as a context manager, or call its `detach()`. Without a config, the memory's
+    own is used. `force` attaches a memory that was built for another model of the same shape.
+    """
+    config = config or memory.routing
+    routers = find_routers(model)
+    if not force:
+        _check_belongs(model, routers, memory)
+    chosen = _choose(routers, memory, config)
+    return Routing(model, memory, config, chosen)
+
+
+class Routing:
+    """The handle of an attached memory. Attached on creation; `detach` undoes it."""
+
+    def __init__(
+        self, model: nn.Module, memory: RoutingMemory, config: RoutingConfig, routers: list[Router]
+    ) -> None:
+        for router in routers:
+            if hook_on(router) is not None:
+                raise AttachError(
+                    f"{type(model).__name__} has a memory attached already (at {router.name!r}). "
+                    f"Detach it first; merge() makes one memory of several."
+                )
+        self.memory = memory
+        self.config = config
+        self._mask = TokenMask(model, routers, _run_device(routers[0]))
+        self._hooks = [self._hook(router) for router in routers] if len(memory) else []
+        if "torch._dynamo" in sys.modules:
+            # Graphs compiled earlier do not look for new hooks: they would go around these.
+            torch.compiler.reset()
+        self._handles = [handle for hook in self._hooks for handle in hook.install()]
+        self._handles += self._mask.install(self._check_called)
+
+    def _hook(self, router: Router) -> RecallHook:
+        device = _run_device(router)
+        gamma = layer_gamma(self.memory, router.layer, self.config, device)
+        try:
+            recall = LayerRecall(self.memory.layers[router.layer], gamma, self.config, device)
+        except torch.OutOfMemoryError:
+            raise AttachError(
+                f"The memory ({self.memory.nbytes / 1e9:,.1f} GB) does not fit on {device} beside "
+                f"the model. Attach fewer layers with RoutingConfig(layers=…)."
+            ) from None
+        return RecallHook(router, recall, self._mask, count_changes=self.config.stats)
+
+    def stats(self) -> dict[int, LayerStats]:
+        """Per layer: calls, tokens, mean λ, and the share of tokens whose experts changed."""
+        return {hook.router.layer: hook.stats() for hook in self._hooks}
+
+    def detach(self) -> None:
+        """Take the memory off. Does nothing the second time.
+
+        Raises if the model ran and a router was never asked, so that nobody mistakes a memory
+        without effect for one that did not help.
+        """
+        if not self._handles:
+            return
+        self._remove()
+        if self._mask.ran():
+            self._check_called()
+
+    def _remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _check_called(self) -> None:
+        missed = [hook.router.name for hook in self._hooks if not hook.was_called()]
+        if missed:
+            self._remove()
+            raise RouterNotCalledError(
+                f"The model ran without calling {_names(missed)}, so the memory had no effect "
+                f"there and was taken off. A quantised or fused block may go around the router: "
+                f"load the model without it (for GPT-OSS: Mxfp4Config(dequantize=True))."
+            )
+
+    def __enter__(self) -> Routing:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.detach()
+        else:
+            self._remove()
+
+    def __repr__(self) -> str:
+        state = "attached" if self._handles else "detached"
+        return f"Routing({state}, {len(self._hooks)} layers, {self.memory!r})"
+
+
+def _check_belongs(model: nn.Module, routers: list[Router], memory: RoutingMemory) -> None:
+    identity = identify(model, routers)
+    if identity.fingerprint != memory.base_model.fingerprint:
+        raise MemoryMismatchError(
+            f"This memory was built for {memory.base_model}, and the model is {identity}. "
+            f"Build one for this model, or pass force=True if you know they belong together."
+        )
+
+
+def _choose(routers: list[Router], memory: RoutingMemory, config: RoutingConfig) -> list[Router]:
+    """The routers to attach to: those of the chosen layers, each fitting its layer's memory."""
+    by_layer = {router.layer: router for router in routers}
+    wanted = tuple(memory.layers) if config.layers is None else config.layers
+    missing = [index for index in wanted if index not in memory.layers]
+    if missing:
+        raise ConfigError(f"The memory has no layer {missing[0]}. It has: {sorted(memory.layers)}.")
+    for index in wanted:
+        shape = memory.layers[index].shape
+        router = by_layer.get(index)
+        if router is None or (router.hidden_size, router.num_experts) != shape[:2]:
+            raise MemoryMismatchError(
+                f"The memory's layer {index} maps {shape.hidden_size} → {shape.num_experts} for "
+                f"{memory.base_model}; the model's is "
+                f"{f'{router.hidden_size} → {router.num_experts}' if router else 'not there'}."
+            )
+    return [by_layer[index] for index in wanted]
+
+
+def _run_device(router: Router) -> torch.device:
+    """Where the router runs; accelerate keeps offloaded weights on 'meta' until then."""
+    hook: Any = getattr(router.module, "_hf_hook", None)
+    device = getattr(hook, "execution_device", None) if router.weight.is_meta else None
+    return torch.device(device if device is not None else router.weight.device)
+
+
+def _names(names: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more routers"

@@ -1,0 +1,47 @@
+"""The model card of a memory: what a stranger on the hub needs to know."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def model_card(config: Mapping[str, Any]) -> str:
+    """Markdown with the hub's front matter, from what memory_config.json says."""
+    base, build, routing = config["base_model"], config["build"], config["routing"]
+    name = base["name"]
+    return f"""---
+library_name: knn-moe
+base_model: {name}
+tags: [knn-moe, mixture-of-experts, retrieval]
+---
+
+# Routing memory for {name}
+
+{config["keys"]:,} cases per layer, from {config["examples"]:,} reference examples, for the
+{len(config["layers"])} mixture-of-experts layers of `{name}` ({base["architecture"]}). Each case
+is a router input and the routing logits that would have made the true next token likelier. No
+weight of the model changes; take the memory off and the model is what it was.
+
+```python
+from knn_moe import RoutingMemory, attach
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("{name}")
+memory = RoutingMemory.from_pretrained("REPO_OR_FOLDER")
+with attach(model, memory):
+    model.generate(...)
+```
+
+| | |
+|---|---|
+| built with | preset `{build["preset"]}`, S = {build["steps"]}, η = {build["learning_rate"]}, \
+{build["gradient"]} gradient, {build["tokens"]} tokens |
+| meant to be used with | K = {routing["k"]}, {routing["similarity"]} similarity |
+| base model revision | {base["revision"] or "unknown"} |
+| router fingerprint | `{base["fingerprint"][:16]}` |
+| size | {config["bytes"] / 1e6:,.1f} MB |
+| libraries | {", ".join(f"{key} {value}" for key, value in config["libraries"].items())} |
+
+It holds the tokens of its reference set: share it as you would share that text.
+"""

@@ -1,0 +1,95 @@
+"""Settings, as frozen values that check themselves, and the presets.
+
+Knows the ranges and the paper's defaults. Knows nothing of models, tensors or files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from knn_moe.errors import ConfigError
+from knn_moe.similarity import SIMILARITIES
+
+GRADIENTS: Final = ("sparse", "dense")
+TOKENS: Final = ("all", "completion")
+
+# §5.1 "Implementation Details": S = 1, η = 2e-2, K = 1, RBF kernel.
+PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "paper": {
+        "build": {"steps": 1, "learning_rate": 2e-2, "gradient": "sparse"},
+        "routing": {"k": 1, "similarity": "rbf"},
+    },
+}
+
+_FROM_PRESET: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildConfig:
+    """How a memory is built (§4.1). What is left out comes from the preset.
+
+    A preset also names the routing the memory is meant for; `attach` uses that by default.
+    """
+
+    preset: str = "paper"
+    steps: int = _FROM_PRESET  # S, gradient-descent steps
+    learning_rate: float = _FROM_PRESET  # η
+    gradient: str = _FROM_PRESET  # "sparse": through the chosen experts; "dense": through all
+    tokens: str = "all"  # "completion": only the tokens that predict a completion
+    max_length: int = 2048  # longer texts are cut into windows of this many tokens
+    batch_tokens: int = 8192  # tokens, padding included, in one forward pass
+
+    def __post_init__(self) -> None:
+        if self.preset not in PRESETS:
+            raise ConfigError(_unknown("preset", self.preset, tuple(PRESETS)))
+        for name, value in PRESETS[self.preset]["build"].items():
+            if getattr(self, name) is _FROM_PRESET:
+                object.__setattr__(self, name, value)
+        if self.gradient not in GRADIENTS:
+            raise ConfigError(_unknown("gradient", self.gradient, GRADIENTS))
+        if self.tokens not in TOKENS:
+            raise ConfigError(_unknown("tokens", self.tokens, TOKENS))
+        for name, least in (("steps", 0), ("max_length", 2), ("batch_tokens", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}.")
+        if not 0 < self.learning_rate < float("inf"):
+            raise ConfigError(f"learning_rate must be positive, got {self.learning_rate}.")
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def routing(self) -> RoutingConfig:
+        """The routing this memory is meant for."""
+        return RoutingConfig(**PRESETS[self.preset]["routing"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingConfig:
+    """How a memory is used (§4.2)."""
+
+    k: int = 1  # K, neighbours recalled per router input
+    similarity: str = "rbf"
+    gamma: float | None = None  # None: per layer, from the memory's own distances
+    gamma_scale: float = 1.0  # widens (< 1) or narrows (> 1) the kernel
+    layers: tuple[int, ...] | None = None  # None: every layer the memory has
+    stats: bool = True  # count tokens whose experts changed, for `stats()`
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise ConfigError(f"k must be at least 1, got {self.k}.")
+        if self.similarity not in SIMILARITIES:
+            raise ConfigError(_unknown("similarity", self.similarity, tuple(SIMILARITIES)))
+        for name, value in (("gamma", self.gamma), ("gamma_scale", self.gamma_scale)):
+            if value is not None and not 0 < value < float("inf"):
+                raise ConfigError(f"{name} must be positive, got {value}.")
+        if self.layers is not None:
+            object.__setattr__(self, "layers", tuple(self.layers))
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def _unknown(what: str, value: object, known: tuple[str, ...]) -> str:
+    return f"Unknown {what} {value!r}. Available: {', '.join(known)}."

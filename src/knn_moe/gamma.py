@@ -1,0 +1,63 @@
+"""The kernel's width from a memory's own distances (§5.1: "set heuristically based on the average
+nearest neighbor distance in the memory").
+
+γ = 1 / mean d², where d is a key's distance to its nearest key of another example. Left out: the
+key itself, keys of the same example, and keys that read the same tokens (templates share their
+prefixes: zero distances that would drag the mean down). At that γ a neighbour at a typical
+distance gives λ ≈ exp(-1).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from knn_moe.index.exact import blocks, product, squared_distance
+
+_SAMPLE: Final = 2048  # keys whose nearest neighbour is looked up: all, or this many evenly spaced
+_CANDIDATES: Final = 8  # per key, so that an exact repeat among them can be passed over
+
+
+def estimate_gamma(
+    keys: Tensor, example: Tensor, case: Tensor, device: torch.device | None = None
+) -> float:
+    """γ of one layer, computed on `device` block by block: the keys may be a mapped file.
+
+    Where every key is of one example, keys of the same example count; where no two keys differ,
+    γ is 1, any kernel being as good.
+    Shapes: keys [M, d]; example, case [M] int64, `case` equal for keys that are one case.
+    """
+    if len(keys) < 2:
+        return 1.0
+    rows = torch.linspace(0, len(keys) - 1, min(_SAMPLE, len(keys))).long().unique()
+    alone = bool((example == example[0]).all())
+    owner = torch.arange(len(keys)) if alone else example
+    nearest = _nearest_distances(keys, rows, (owner, case), device or keys.device)
+    found = nearest[nearest.isfinite()].double()
+    return float(1 / found.mean()) if len(found) else 1.0
+
+
+def _nearest_distances(
+    keys: Tensor, rows: Tensor, barred_if_equal: tuple[Tensor, ...], device: torch.device
+) -> Tensor:
+    """Each row's squared distance to its nearest admissible key, inf where there is none."""
+    queries = keys[rows].to(device)
+    centre = queries.float().mean(dim=0)
+    count = min(_CANDIDATES, len(keys))
+    scores, candidates = [], []
+    for start, stop in blocks(len(keys), per_row=max(len(rows), keys.shape[1]), least=count):
+        block = keys[start:stop].to(device)
+        score = squared_distance(block, centre) - 2 * product(queries.float() - centre, block)
+        for label in barred_if_equal:
+            same = label[rows, None].to(device) == label[start:stop].to(device)
+            score.masked_fill_(same, float("inf"))
+        best, place = torch.topk(score, min(count, stop - start), dim=-1, largest=False)
+        scores.append(best)
+        candidates.append(place + start)
+    best, order = torch.topk(torch.cat(scores, dim=-1), count, dim=-1, largest=False)
+    chosen = torch.cat(candidates, dim=-1).gather(1, order)
+    distance = squared_distance(queries[:, None], keys[chosen.to(keys.device)].to(device))
+    admissible = best.isfinite() & (distance > 0)
+    return distance.masked_fill(~admissible, float("inf")).amin(dim=-1)

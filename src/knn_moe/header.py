@@ -1,0 +1,45 @@
+"""What a memory says of itself: whose it is, how it was built, how it is meant to be used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Final
+
+from knn_moe.config import BuildConfig, RoutingConfig
+from knn_moe.identity import ModelIdentity
+
+_LIBRARIES: Final = ("knn-moe", "torch", "transformers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryHeader:
+    base_model: ModelIdentity
+    tokenizer: Mapping[str, str | None] = field(default_factory=dict)
+    build: BuildConfig = field(default_factory=BuildConfig)
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
+    libraries: Mapping[str, str] = field(default_factory=lambda: library_versions())
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> MemoryHeader:
+        return cls(
+            base_model=ModelIdentity(**config["base_model"]),
+            tokenizer=config["tokenizer"],
+            build=BuildConfig(**config["build"]),
+            routing=RoutingConfig(**config["routing"]),
+            libraries=config["libraries"],
+        )
+
+
+def library_versions() -> dict[str, str]:
+    versions = {}
+    for name in _LIBRARIES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:  # running from a source tree that is not installed
+            versions[name] = "unknown"
+    return versions

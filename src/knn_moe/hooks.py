@@ -1,0 +1,188 @@
+"""The hooks of an attached memory: mix at each router, know which tokens are padding, count.
+
+Counts are tensors on the router's device: nothing waits for the device, and a compiled graph
+updates them like any buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from knn_moe.intercept import ReplaceLogits, RouterHook, chosen_experts
+from knn_moe.recall import LayerRecall
+from knn_moe.routers import Router
+
+
+@dataclass(frozen=True)
+class LayerStats:
+    """What one layer's memory has done since it was attached; padding does not count."""
+
+    calls: int
+    tokens: int
+    mean_confidence: float  # mean λ
+    changed: float | None  # share of tokens whose experts changed; None: not counted
+
+
+class Counts(nn.Module):
+    """Running sums, as buffers so that compilers treat them as static."""
+
+    calls: Tensor
+    tokens: Tensor
+    changed: Tensor
+    confidence: Tensor
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        for name, dtype in (
+            ("calls", torch.int64),
+            ("tokens", torch.int64),
+            ("changed", torch.int64),
+            ("confidence", torch.float64),
+        ):
+            self.register_buffer(name, torch.zeros((), dtype=dtype, device=device), False)
+
+    @torch.no_grad()
+    def add(self, confidence: Tensor, changed: Tensor | None, real: Tensor | None) -> None:
+        """Count one call. Shapes: confidence, changed, real [T]; no `real`: no padding."""
+        real = torch.ones_like(confidence, dtype=torch.bool) if real is None else real
+        self.calls += 1
+        self.tokens += real.sum()
+        self.confidence += torch.where(real, confidence, 0).sum(dtype=torch.float64)
+        if changed is not None:
+            self.changed += (changed & real).sum()
+
+
+class RecallHook(RouterHook):
+    """Mixes a layer's recalled logits into its router's, and counts what that did."""
+
+    def __init__(
+        self, router: Router, recall: LayerRecall, mask: TokenMask, *, count_changes: bool
+    ) -> None:
+        super().__init__(router, self.mix)
+        self.recall = recall
+        self.mask = mask
+        self.count_changes = count_changes
+        self.counts = Counts(recall.values.device)
+        self.called = False
+        self.step: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def mix(self, inputs: Tensor, logits: Tensor) -> Tensor:
+        wide, confidence = self.recall(inputs, logits)
+        mixed: Tensor = wide.to(logits.dtype)
+        self.step = logits, mixed, confidence
+        return mixed
+
+    def after(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        super().after(module, args, kwargs, output)
+        step, self.step = self.step, None
+        if step is None or output is None:
+            return
+        logits, mixed, confidence = step
+        changed = None
+        if self.count_changes:
+            unmixed = self._unmixed(module, args, kwargs, logits)
+            before = chosen_experts(self.router, unmixed, logits)
+            changed = (before != chosen_experts(self.router, output, mixed)).any(dim=-1)
+        self.counts.add(confidence, changed, self.mask.real(len(confidence)))
+        if not torch.compiler.is_compiling():
+            self.called = True
+
+    def _unmixed(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], logits: Tensor
+    ) -> Any:
+        """What the router would have returned on its own logits."""
+        if module is not self.router.module:
+            return None  # the whole block's forward: too much to run twice
+        with torch.no_grad(), ReplaceLogits(self.router, lambda inputs, own: logits):
+            return module.forward(*args, **kwargs)
+
+    def was_called(self) -> bool:
+        return self.called or int(self.counts.calls) > 0
+
+    def stats(self) -> LayerStats:
+        tokens = int(self.counts.tokens)
+        return LayerStats(
+            calls=int(self.counts.calls),
+            tokens=tokens,
+            mean_confidence=float(self.counts.confidence) / max(tokens, 1),
+            changed=int(self.counts.changed) / max(tokens, 1) if self.count_changes else None,
+        )
+
+
+class TokenMask:
+    """Which of the tokens that routers see, flattened and without a mask, are not padding."""
+
+    def __init__(self, model: nn.Module, routers: list[Router], device: torch.device) -> None:
+        self.stack = _stack_of(model, routers)
+        self.counts = Counts(device)
+        self.ran_eagerly = False
+        self.mask: Tensor | None = None
+
+    def install(self, on_run: Callable[[], None]) -> list[RemovableHandle]:
+        """Read the mask before each run of the decoder stack; call `on_run` after the first."""
+
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.mask = _real_tokens(args, kwargs)
+            self.counts.calls += 1
+
+        def after(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        ) -> None:
+            self.mask = None
+            if output is not None and not torch.compiler.is_compiling() and not self.ran_eagerly:
+                self.ran_eagerly = True
+                on_run()
+
+        return [
+            self.stack.register_forward_pre_hook(before, with_kwargs=True),
+            self.stack.register_forward_hook(after, with_kwargs=True, always_call=True),
+        ]
+
+    def ran(self) -> bool:
+        return int(self.counts.calls) > 0
+
+    def real(self, tokens: int) -> Tensor | None:
+        """[T] bool, or None where nothing is known of padding."""
+        if self.mask is None or self.mask.numel() != tokens:
+            return None
+        return self.mask.flatten().to(self.counts.calls.device)
+
+
+def _stack_of(model: nn.Module, routers: list[Router]) -> nn.Module:
+    """The innermost pretrained model around all routers: it is always called, with the mask."""
+    paths = [router.name.split(".") for router in routers]
+    shared = 0
+    while all(len(path) > shared for path in paths) and len({path[shared] for path in paths}) == 1:
+        shared += 1
+    for length in range(shared, 0, -1):
+        module = model.get_submodule(".".join(paths[0][:length]))
+        if isinstance(module, PreTrainedModel):
+            return module
+    return model
+
+
+def _real_tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Real tokens of this step [B, T], from the forward's own arguments; None if all are."""
+    tokens = kwargs.get("input_ids", args[0] if args else None)
+    if tokens is None:
+        tokens = kwargs.get("inputs_embeds")
+    mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+    if isinstance(mask, Mapping):
+        mask = next(iter(mask.values()), None)
+    if not isinstance(mask, Tensor) or tokens is None or tokens.shape[1] == 1:
+        return None
+    length = tokens.shape[1]
+    if mask.ndim == 2:
+        return mask[:, -length:].bool()
+    # Attention masks of a static cache, [B, 1, T, cache]: a token sees itself unless it is padding.
+    diagonal = torch.diagonal(mask[:, 0, :length, :length], dim1=-2, dim2=-1)
+    return diagonal if diagonal.dtype == torch.bool else diagonal == 0

@@ -1,0 +1,86 @@
+"""Exact search in torch, on any device. Knows keys and distances; nothing of routing.
+
+Candidates are found by a matrix product in the keys' own dtype, block by block, so that no score
+matrix of queries × keys is held whole. The product form ‖x‖² + ‖k‖² - 2x·k cancels: queries are
+centred, sums are kept in fp32, and the winners' distances are computed again as ‖x - k‖².
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+_HELD: Final = 1 << 26  # fp32 numbers held at once: 256 MiB
+_SPARE: Final = 4  # candidates kept beyond k, for the exact distances to choose among
+
+
+class ExactIndex(nn.Module):
+    """Keys as they are, searched in full.
+
+    An nn.Module so that torch.compile takes the keys for static tensors, not for inputs to copy.
+    """
+
+    keys: Tensor
+    centre: Tensor
+    norms: Tensor
+
+    def __init__(self, keys: Tensor) -> None:
+        super().__init__()
+        centre, norms = centred_norms(keys)
+        self.register_buffer("keys", keys, persistent=False)
+        self.register_buffer("centre", centre, persistent=False)
+        self.register_buffer("norms", norms, persistent=False)
+
+    def search(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """See KeyIndex. Shapes: queries [T, d] → squared distances, rows [T, k]."""
+        candidates = self._candidates(queries, min(k + _SPARE, len(self.keys)))
+        exact = squared_distance(queries[:, None], self.keys[candidates])
+        distance, order = torch.topk(exact, k, dim=-1, largest=False)
+        return distance, candidates.gather(1, order)
+
+    def _candidates(self, queries: Tensor, count: int) -> Tensor:
+        """Rows of each query's `count` best scores ‖k - c‖² - 2(x - c)·k. Result [T, count]."""
+        centred = queries.float() - self.centre
+        best: list[tuple[Tensor, Tensor]] = []
+        for start, stop in blocks(len(self.keys), per_row=len(queries), least=count):
+            scores = self.norms[start:stop] - 2 * product(centred, self.keys[start:stop])
+            score, row = torch.topk(scores, min(count, stop - start), dim=-1, largest=False)
+            best.append((score, row + start))
+        rows = torch.cat([row for _, row in best], dim=-1)
+        scores = torch.cat([score for score, _ in best], dim=-1)
+        return rows.gather(1, torch.topk(scores, count, dim=-1, largest=False).indices)
+
+
+def squared_distance(x: Tensor, keys: Tensor) -> Tensor:
+    """‖x - k‖² without cancellation, in fp32. Shapes: x, keys [..., d], broadcast. Result [...]."""
+    return (x.float() - keys.float()).square().sum(dim=-1)
+
+
+def centred_norms(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """The keys' mean c and ‖k - c‖² of each, in fp32. Shapes: keys [M, d] → [d], [M]."""
+    spans = list(blocks(len(keys), per_row=keys.shape[1]))
+    centre = keys.new_zeros(keys.shape[1], dtype=torch.float32)
+    for start, stop in spans:
+        centre += keys[start:stop].sum(dim=0, dtype=torch.float32) / len(keys)
+    norms = [squared_distance(keys[start:stop], centre) for start, stop in spans]
+    return centre, torch.cat(norms)
+
+
+def product(x: Tensor, keys: Tensor) -> Tensor:
+    """x kᵀ summed in fp32, multiplied in the keys' dtype where the hardware does that.
+
+    Shapes: x [T, d]; keys [M, d]. Result [T, M] fp32.
+    """
+    if keys.is_cuda and keys.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(x.to(keys.dtype), keys.T, out_dtype=torch.float32)
+    return x @ keys.float().T
+
+
+def blocks(rows: int, per_row: int, least: int = 1) -> Iterator[tuple[int, int]]:
+    """Cut `rows` into spans so that span × per_row numbers stay within what may be held."""
+    size = max(_HELD // max(per_row, 1), least, 1)
+    for start in range(0, rows, size):
+        yield start, min(start + size, rows)

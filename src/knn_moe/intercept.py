@@ -1,0 +1,121 @@
+"""Record and replace a router's logits while its own forward does the gating (π, §3).
+
+A router computes logits = F.linear(x, W) and then gates them in its family's way. For the length
+of that forward a torch-function mode stands between: it hands (x, logits) to a callback and puts
+the callback's answer in the logits' place. No gating is written here, no module is swapped, and a
+callback that returns the logits it was given leaves the model as it was, bit for bit.
+
+Knows hooks and modes; nothing of memories or of gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from knn_moe.errors import UnsupportedModelError
+from knn_moe.routers import Router
+
+# (router inputs [T, d], logits [T, N]) → logits to use [T, N]
+Callback: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+
+
+class ReplaceLogits(TorchFunctionMode):
+    """While active, pass the router's linear map through a callback; everything else as it is.
+
+    In a router's own forward the first F.linear is the one. In a forward that computes the logits
+    around the router (`by_weight`), it is the F.linear with the router's weight.
+    """
+
+    def __init__(self, router: Router, callback: Callback) -> None:
+        super().__init__()
+        self.router = router
+        self.callback = callback
+        self.by_weight = router.scope is not router.module
+        self.done = False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.done or func is not F.linear:
+            return result
+        if self.by_weight and args[1] is not self.router.weight:
+            return result
+        self.done = True
+        logits = result.reshape(-1, self.router.num_experts)
+        replaced = self.callback(args[0].reshape(-1, self.router.hidden_size), logits)
+        return result if replaced is logits else replaced.to(result.dtype).reshape_as(result)
+
+
+class RouterHook:
+    """The pair of hooks that keeps `ReplaceLogits` active during one router's forward."""
+
+    def __init__(self, router: Router, callback: Callback) -> None:
+        self.router = router
+        self.callback = callback
+        self.mode: ReplaceLogits | None = None
+
+    def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self.mode = ReplaceLogits(self.router, self.callback)
+        self.mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def after(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        mode, self.mode = self.mode, None
+        if mode is None:
+            return
+        mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        # Called after a failure too, with no output: let the failure itself be heard.
+        if output is not None and not mode.done:
+            raise UnsupportedModelError(
+                f"Router {self.router.name!r} computed its logits without torch.nn.functional."
+                f"linear, so they cannot be replaced. A fused kernel may have taken over: load the "
+                f"model without it (use_kernels=False)."
+            )
+
+    def install(self) -> list[RemovableHandle]:
+        scope = self.router.scope
+        return [
+            scope.register_forward_pre_hook(self.before, prepend=True),
+            scope.register_forward_hook(
+                self.after, prepend=True, with_kwargs=True, always_call=True
+            ),
+        ]
+
+
+def hook_on(router: Router) -> RouterHook | None:
+    """The hook of this library that is on the router now, if any."""
+    for hook in router.scope._forward_pre_hooks.values():
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, RouterHook):
+            return owner
+    return None
+
+
+def chosen_experts(router: Router, output: Any, logits: Tensor) -> Tensor:
+    """The experts a router picked, ascending: from what it returned, else the top of its logits.
+
+    Every router in transformers that bends the order of its logits (group limits, correction
+    biases) returns the indices it chose. Shapes: logits [T, N]. Result [T, top_k].
+    """
+    outputs = output if isinstance(output, tuple) else ()
+    for part in outputs:
+        if (
+            isinstance(part, Tensor)
+            and not part.dtype.is_floating_point
+            and part.shape == (len(logits), router.top_k)
+        ):
+            return part.sort(dim=-1).values
+    return torch.topk(logits, router.top_k, dim=-1).indices.sort(dim=-1).values

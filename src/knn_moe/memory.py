@@ -1,0 +1,203 @@
+"""The artefact: what a model remembers of a reference set, per layer.
+
+Knows what a memory holds and whose it is. How it lies on disk is storage.py's, how it gets there
+is writer.py's, how it is used is attach.py's.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from torch import Tensor
+
+from knn_moe import storage
+from knn_moe.config import BuildConfig, RoutingConfig
+from knn_moe.errors import MemoryFormatError, MemoryMismatchError
+from knn_moe.header import MemoryHeader
+from knn_moe.identity import ModelIdentity
+from knn_moe.provenance import Provenance, concatenate
+from knn_moe.writer import LayerShape, MemoryWriter
+
+_ROWS: Final = 4096  # copied at a time
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """One layer's cases. Shapes: keys [M, d], the model's dtype; values [M, N], fp32."""
+
+    keys: Tensor
+    values: Tensor
+    gamma: float  # of the RBF kernel, from these keys' own distances
+
+    def __repr__(self) -> str:
+        cases, hidden = self.keys.shape
+        experts = self.values.shape[1]
+        return f"LayerMemory({cases:,} cases, {hidden} → {experts}, γ={self.gamma:.3g})"
+
+    @property
+    def shape(self) -> LayerShape:
+        return LayerShape(self.keys.shape[1], self.values.shape[1], self.keys.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingMemory:
+    """(router input → better routing logits) for every reference token and MoE layer."""
+
+    layers: dict[int, LayerMemory]
+    provenance: Provenance
+    header: MemoryHeader
+    folder: Path | None = None
+    _holds: object = field(default=None, repr=False)  # keeps a temporary folder alive
+
+    def __len__(self) -> int:
+        """Cases per layer."""
+        return len(self.provenance)
+
+    def __repr__(self) -> str:
+        return (
+            f"RoutingMemory({len(self):,} cases from {self.provenance.num_examples:,} examples × "
+            f"{len(self.layers)} layers, for {self.base_model})"
+        )
+
+    @property
+    def base_model(self) -> ModelIdentity:
+        return self.header.base_model
+
+    @property
+    def build(self) -> BuildConfig:
+        return self.header.build
+
+    @property
+    def routing(self) -> RoutingConfig:
+        """How the memory is meant to be used; `attach` takes this by default."""
+        return self.header.routing
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers.values())
+
+    @classmethod
+    def from_pretrained(
+        cls, source: str | Path, *, revision: str | None = None, verify: bool = True
+    ) -> RoutingMemory:
+        """Open a memory from a folder or a hub id, memory-mapped.
+
+        `verify` compares every file's checksum, which reads it all once; sizes, the format and
+        the config's own digest are always checked.
+        """
+        folder = Path(source) if Path(source).is_dir() else _download(str(source), revision)
+        config = storage.read_config(folder)
+        entries = [config["tokens"], *config["layers"]]
+        with ThreadPoolExecutor() as pool:
+            check = partial(storage.check_file, folder, contents=verify)
+            tokens, *layers = pool.map(check, entries)
+        return cls(
+            layers={
+                entry["layer"]: LayerMemory(gamma=entry["gamma"], **storage.read_tensors(path))
+                for entry, path in zip(config["layers"], layers, strict=True)
+            },
+            provenance=Provenance(**storage.read_tensors(tokens)),
+            header=MemoryHeader.from_dict(config),
+            folder=folder,
+        )
+
+    def save_pretrained(self, folder: str | Path, *, overwrite: bool = False) -> None:
+        """Write the memory to `folder`, whole or not at all."""
+        gammas = {index: layer.gamma for index, layer in self.layers.items()}
+        _write(Path(folder), [self], self.provenance, gammas, overwrite=overwrite)
+
+    def push_to_hub(self, repo_id: str, *, private: bool = False, token: str | None = None) -> str:
+        """Upload the memory and its card as a model repository; returns the commit's address."""
+        from huggingface_hub import HfApi
+
+        api = HfApi(token=token)
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = self.folder or Path(scratch) / "memory"
+            if self.folder is None:
+                self.save_pretrained(folder)
+            api.create_repo(repo_id, private=private, exist_ok=True)
+            return str(api.upload_folder(repo_id=repo_id, folder_path=folder))
+
+    def merge(
+        self, *others: RoutingMemory, folder: str | Path | None = None, overwrite: bool = False
+    ) -> RoutingMemory:
+        """One memory of the cases of all, with γ taken from their joint distances.
+
+        Streamed to `folder` and opened from there; without one, to a temporary folder that lives
+        as long as the memory.
+        """
+        for other in others:
+            _check_mergeable(self, other)
+        memories = [self, *others]
+        holds = storage.TemporaryFolder() if folder is None else None
+        target = holds.path / "memory" if holds else Path(str(folder))
+        provenance = concatenate([memory.provenance for memory in memories])
+        _write(target, memories, provenance, gammas=None, overwrite=overwrite)
+        return replace(RoutingMemory.from_pretrained(target, verify=False), _holds=holds)
+
+
+def _write(
+    folder: Path,
+    memories: Sequence[RoutingMemory],
+    provenance: Provenance,
+    gammas: dict[int, float] | None,
+    *,
+    overwrite: bool,
+) -> None:
+    """The cases of `memories`, one after the other, as one memory in `folder`."""
+    storage.refuse_existing(folder, overwrite=overwrite)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    scratch.chmod(0o755)
+    shapes = {index: layer.shape for index, layer in memories[0].layers.items()}
+    try:
+        writer = MemoryWriter(scratch, provenance, shapes)
+        row = 0
+        for memory in memories:
+            for index, layer in memory.layers.items():
+                for start in range(0, len(memory), _ROWS):
+                    part = slice(start, start + _ROWS)
+                    writer.write(
+                        index, row + start, layer.keys[part].cpu(), layer.values[part].cpu()
+                    )
+            row += len(memory)
+        writer.finish(memories[0].header, folder, gammas=gammas, overwrite=overwrite)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+
+
+def _check_mergeable(first: RoutingMemory, other: RoutingMemory) -> None:
+    if first.base_model.fingerprint != other.base_model.fingerprint:
+        raise MemoryMismatchError(
+            f"These memories belong to different models, {first.base_model} and "
+            f"{other.base_model}, and cannot be merged."
+        )
+    mine, theirs = (
+        {index: layer.shape for index, layer in memory.layers.items()} for memory in (first, other)
+    )
+    if mine != theirs:
+        raise MemoryMismatchError(
+            f"These memories hold different layers or precisions ({sorted(mine)} and "
+            f"{sorted(theirs)}) and cannot be merged. Build them alike."
+        )
+
+
+def _download(repo_id: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(repo_id, revision=revision))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise MemoryFormatError(
+            f"No memory at {repo_id!r}: no such folder, and the hub did not give it ({reason})"
+        ) from None

@@ -1,0 +1,38 @@
+"""Confidence-aware adaptive mixing: the equations of §4.2, one function each. Pure torch.
+
+T tokens, K neighbours, N experts. Similarities come as logarithms (similarity.py).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def propose_logits(values: Tensor, log_similarity: Tensor) -> Tensor:
+    """Memory proposal r_mem = Σ_j s_j v_j / Σ_m s_m  (§4.2).
+
+    The weights are a softmax of log s: the same ratio, and still one when every s underflows.
+    Shapes: values [T, K, N]; log_similarity [T, K]. Result [T, N].
+    """
+    lowest = torch.finfo(log_similarity.dtype).min
+    weights = torch.softmax(log_similarity.clamp(min=lowest), dim=-1)
+    return (weights[:, :, None] * values).sum(dim=1)
+
+
+def confidence(log_similarity: Tensor) -> Tensor:
+    """Confidence λ = (1/K) Σ_j s_j, the mean similarity of the neighbours  (§4.2).
+
+    Shapes: log_similarity [T, K]. Result [T], in [0, 1].
+    """
+    return log_similarity.exp().mean(dim=-1).clamp(0, 1)
+
+
+def mix_logits(logits: Tensor, proposal: Tensor, confidence: Tensor) -> Tensor:
+    """Interpolate router and memory logits: (1 - λ) r + λ r_mem  (§4.2).
+
+    λ = 0 gives `logits` and λ = 1 gives `proposal`, exactly.
+    Shapes: logits, proposal [T, N]; confidence [T]. Result [T, N].
+    """
+    weight = confidence[:, None]
+    return (1 - weight) * logits + weight * proposal

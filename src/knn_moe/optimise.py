@@ -1,0 +1,148 @@
+"""Locally optimal expert assignments for one batch of token sequences (§4.1).
+
+Teacher forcing on a frozen model. The routing logits of every token and layer become fp32 leaves
+that start at xW; each of S steps runs the model with those logits in place, sums the token
+losses, and moves all leaves at once: r ← r - η ∂L/∂r. One backward serves every token and layer;
+it also carries a later token's loss into an earlier token's logits through attention.
+
+Knows tensors and routers; nothing of text, files or similarity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from knn_moe.config import BuildConfig
+from knn_moe.dense import dense_gradient
+from knn_moe.errors import RouterNotCalledError
+from knn_moe.intercept import RouterHook
+from knn_moe.routers import Router
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Right-padded sequences. Shapes: ids, real, scored [B, T]; `scored`: its next token counts."""
+
+    ids: Tensor
+    real: Tensor
+    scored: Tensor
+    padded: bool
+
+    def to(self, device: torch.device) -> TokenBatch:
+        ids, real, scored = (part.to(device) for part in (self.ids, self.real, self.scored))
+        return TokenBatch(ids, real, scored, self.padded)
+
+
+@dataclass(frozen=True)
+class LayerCases:
+    """What one layer learned from a batch, padding included. Shapes: [B·T, d], [B·T, N]."""
+
+    inputs: Tensor
+    logits: Tensor
+
+    def detached(self) -> LayerCases:
+        return LayerCases(self.inputs, self.logits.detach())
+
+
+class RoutingLogits:
+    """One layer's routing logits, as leaves the model runs on."""
+
+    def __init__(self, router: Router) -> None:
+        self.router = router
+        self._inputs: Tensor | None = None
+        self._leaf: Tensor | None = None
+
+    def __call__(self, inputs: Tensor, logits: Tensor) -> Tensor:
+        if self._leaf is None:
+            # The first pass is the unmodified model: its router inputs are the keys.
+            self._inputs = inputs.detach()
+            self._leaf = logits.detach().float().requires_grad_()
+        return self._leaf.to(logits.dtype)
+
+    @property
+    def cases(self) -> LayerCases:
+        """The router inputs and the logits as they are now."""
+        if self._inputs is None or self._leaf is None:
+            raise RouterNotCalledError(
+                f"Router {self.router.name!r} was never called. A quantised or fused block may go "
+                f"around it: load the model without (for GPT-OSS: Mxfp4Config(dequantize=True))."
+            )
+        return LayerCases(self._inputs, self._leaf)
+
+    def descend(self, slope: Tensor | None, learning_rate: float) -> None:
+        """r ← r - η ∂L/∂r. No slope: no loss depends on these logits."""
+        if slope is not None:
+            self._leaf = (self.cases.logits.detach() - learning_rate * slope).requires_grad_()
+
+
+def optimise_routing(
+    model: nn.Module,
+    routers: list[Router],
+    batch: TokenBatch,
+    config: BuildConfig,
+) -> dict[int, LayerCases]:
+    """(router inputs, optimised logits) of every token, by layer (§4.1)."""
+    layers = [RoutingLogits(router) for router in routers]
+    hooks = [
+        dense_gradient(model, layer.router, layer)
+        if config.gradient == "dense"
+        else RouterHook(layer.router, layer)
+        for layer in layers
+    ]
+    with _installed(hooks):
+        if config.steps == 0:
+            with torch.no_grad():
+                summed_loss(model, batch)
+        for _ in range(config.steps):
+            loss = summed_loss(model, batch)
+            leaves = [layer.cases.logits for layer in layers]
+            slopes = torch.autograd.grad(loss, leaves, allow_unused=True)
+            for layer, slope in zip(layers, slopes, strict=True):
+                layer.descend(slope, config.learning_rate)
+    return {layer.router.layer: layer.cases.detached() for layer in layers}
+
+
+def summed_loss(model: nn.Module, batch: TokenBatch) -> Tensor:
+    """L = Σ_t -log p(y_{t+1} | y_≤t) over the scored positions: a sum, since a mean would divide
+    η by the number of tokens."""
+    mask = batch.real.long() if batch.padded else None  # none: attention's fastest path
+    output: Any = model(input_ids=batch.ids, attention_mask=mask, use_cache=False)
+    logits = output.logits[:, :-1]
+    targets = batch.ids[:, 1:].masked_fill(~batch.scored[:, :-1], -100)
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+
+
+@contextmanager
+def _installed(hooks: Sequence[RouterHook]) -> Iterator[None]:
+    handles = []
+    try:
+        for hook in hooks:
+            handles += hook.install()
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode and no weight gradients inside; everything as it was outside."""
+    training = {module: module.training for module in model.modules()}
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        model.eval()
+        for parameter in trainable:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in trainable:
+            parameter.requires_grad_(True)
+        for module, mode in training.items():
+            module.training = mode

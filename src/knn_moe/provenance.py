@@ -1,0 +1,94 @@
+"""Where each key of a memory came from: the reference tokens, the windows they were read in, and
+each key's place in them.
+
+Knows token ids and integers; nothing of text or models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Shapes, for S tokens in W windows and M keys: stream [S] int32; begin [W + 1] int64, where
+    each window begins in the stream; example, offset [W] int32, the example a window was cut from
+    and where in it; key [M] int64, each key's place in the stream."""
+
+    stream: Tensor
+    begin: Tensor
+    example_of_window: Tensor
+    offset_of_window: Tensor
+    key: Tensor
+
+    def __len__(self) -> int:
+        return len(self.key)
+
+    @property
+    def window(self) -> Tensor:
+        """The window of each key. Shape [M] int64."""
+        return torch.searchsorted(self.begin, self.key, right=True) - 1
+
+    @property
+    def example(self) -> Tensor:
+        """The example of each key, as a number in the order given. Shape [M] int64."""
+        return self.example_of_window[self.window].long()
+
+    @property
+    def position(self) -> Tensor:
+        """The key's token position in its example. Shape [M] int64."""
+        window = self.window
+        return self.key - self.begin[window] + self.offset_of_window[window]
+
+    @property
+    def token(self) -> Tensor:
+        """The token the key was read at. Shape [M] int64."""
+        return self.stream[self.key].long()
+
+    @property
+    def num_examples(self) -> int:
+        """How many examples have a window here."""
+        return int(self.example_of_window.unique().numel())
+
+    def context(self, row: int, before: int = 16, after: int = 1) -> tuple[list[int], int]:
+        """Token ids around key `row`, within its window, and the key's place among them."""
+        place = int(self.key[row])
+        window = int(torch.searchsorted(self.begin, place, right=True)) - 1
+        start = max(int(self.begin[window]), place - before)
+        stop = min(int(self.begin[window + 1]), place + 1 + after)
+        return self.stream[start:stop].tolist(), place - start
+
+    def prefix_hash(self) -> Tensor:
+        """A 64-bit hash of all a key's router input depends on: the tokens of its window so far.
+
+        Keys with equal hashes are one case read twice; templates make many. Shape [M] int64.
+        """
+        tokens = self.stream.numpy().astype(np.uint64) + np.uint64(1)
+        begin = self.begin.numpy()
+        place = np.arange(len(tokens)) - np.repeat(begin[:-1], np.diff(begin))
+        longest = int(place.max(initial=0)) + 1
+        with np.errstate(over="ignore"):
+            powers = np.cumprod(np.full(longest, 0x9E3779B97F4A7C15, dtype=np.uint64))
+            sums = np.cumsum(tokens * powers[place])
+            before = np.concatenate([[np.uint64(0)], sums])[begin[:-1]]
+            hashes = (sums - np.repeat(before, np.diff(begin))) ^ powers[place]
+        return torch.from_numpy(hashes[self.key.numpy()].view(np.int64))
+
+
+def concatenate(parts: list[Provenance]) -> Provenance:
+    """One provenance after the other; examples of later parts are numbered on."""
+    stream, begin, example, offset, key = [], [torch.zeros(1, dtype=torch.int64)], [], [], []
+    tokens = examples = 0
+    for part in parts:
+        stream.append(part.stream)
+        begin.append(part.begin[1:] + tokens)
+        example.append(part.example_of_window + examples)
+        offset.append(part.offset_of_window)
+        key.append(part.key + tokens)
+        tokens += len(part.stream)
+        examples += int(part.example_of_window.max()) + 1 if len(part.example_of_window) else 0
+    return Provenance(*(torch.cat(column) for column in (stream, begin, example, offset, key)))

@@ -1,0 +1,63 @@
+"""One layer's memory at work: search, similarity, proposal, confidence, mixing (§4.2).
+
+Tensors in, tensors out, static shapes: runs eagerly, under torch.compile and in CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from knn_moe.config import RoutingConfig
+from knn_moe.gamma import estimate_gamma
+from knn_moe.index import ExactIndex
+from knn_moe.memory import LayerMemory, RoutingMemory
+from knn_moe.mixing import confidence, mix_logits, propose_logits
+from knn_moe.similarity import SIMILARITIES
+
+
+class LayerRecall(nn.Module):
+    """Keys, values and kernel of one layer, on the router's device.
+
+    A module only so that its tensors are buffers, which compilers treat as static; it is no part
+    of the model.
+    """
+
+    values: Tensor
+    gamma: Tensor
+
+    def __init__(
+        self, layer: LayerMemory, gamma: float, config: RoutingConfig, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.similarity = SIMILARITIES[config.similarity]
+        self.k = min(config.k, len(layer.keys))
+        self.index = ExactIndex(self.similarity.prepare(layer.keys).to(device))
+        self.register_buffer("values", layer.values.to(device), persistent=False)
+        self.register_buffer("gamma", torch.tensor(gamma, device=device), persistent=False)
+
+    def forward(self, inputs: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Mixed logits and confidence. Shapes: inputs [T, d]; logits [T, N] → [T, N], [T]."""
+        queries = self.similarity.prepare(inputs.to(self.index.keys.dtype))
+        squared_distance, rows = self.index.search(queries, self.k)
+        log_similarity = self.similarity.log(squared_distance, self.gamma)
+        proposal = propose_logits(self.values[rows], log_similarity)
+        weight = confidence(log_similarity)
+        return mix_logits(logits.float(), proposal, weight), weight
+
+
+def layer_gamma(
+    memory: RoutingMemory, index: int, config: RoutingConfig, device: torch.device
+) -> float:
+    """The layer's γ: as configured, as stored for the RBF kernel, or from prepared keys."""
+    similarity = SIMILARITIES[config.similarity]
+    layer = memory.layers[index]
+    if not similarity.uses_gamma:
+        return 1.0
+    if config.gamma is not None:
+        return config.gamma * config.gamma_scale
+    if config.similarity == "rbf":
+        return layer.gamma * config.gamma_scale
+    keys = similarity.prepare(layer.keys)
+    example, case = memory.provenance.example, memory.provenance.prefix_hash()
+    return estimate_gamma(keys, example, case, device) * config.gamma_scale

@@ -1,0 +1,175 @@
+"""The reference set: examples as users have them, and the tokens they become.
+
+Knows text, JSON lines, data-set rows, chat templates and tokenizers. Knows nothing of models.
+
+An example is a plain text, a prompt with its completion, or chat messages. A plain text is
+tokenised exactly as `tokenizer(text)` does it; a prompt and completion as the joined text.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+from knn_moe.errors import ReferenceSetError
+
+_FIELDS: Final = '"text", "prompt" and "completion", or "messages"'
+
+
+@dataclass(frozen=True)
+class Example:
+    """One case to learn from: a completion, the prompt before it if any, or chat messages."""
+
+    prompt: str = ""
+    completion: str = ""
+    messages: tuple[Mapping[str, Any], ...] | None = None
+
+    @classmethod
+    def of(cls, item: ExampleLike) -> Example:
+        """From a string, a mapping with the usual fields, or a list of chat messages."""
+        if isinstance(item, Example):
+            return item
+        if isinstance(item, str):
+            return cls(completion=item)
+        if isinstance(item, Mapping):
+            if isinstance(item.get("messages"), Sequence):
+                return cls.of(item["messages"])
+            if isinstance(item.get("prompt"), str) and isinstance(item.get("completion"), str):
+                return cls(item["prompt"], item["completion"])
+            if isinstance(item.get("text"), str):
+                return cls(completion=item["text"])
+            raise ReferenceSetError(f"needs {_FIELDS}; has {', '.join(map(repr, item)) or 'none'}")
+        if isinstance(item, Sequence) and item and all(_is_message(part) for part in item):
+            return cls(messages=tuple(item))  # type: ignore[arg-type]  # just checked
+        raise ReferenceSetError(
+            f"must be a text, a mapping with {_FIELDS}, or chat messages; got {type(item).__name__}"
+        )
+
+
+ExampleLike: TypeAlias = Example | str | Mapping[str, Any] | Sequence[Any]
+
+
+def _is_message(part: object) -> bool:
+    return isinstance(part, Mapping) and "role" in part and "content" in part
+
+
+def load_examples(source: str | Path | Iterable[ExampleLike]) -> list[Example]:
+    """Examples from a file (.jsonl, .jsonl.gz, .txt), a `datasets` object or any iterable."""
+    return list(iter_examples(source))
+
+
+def iter_examples(source: str | Path | Iterable[ExampleLike]) -> Iterator[Example]:
+    """As `load_examples`, one at a time: a large file is never held whole."""
+    if isinstance(source, str | Path):
+        yield from _from_file(Path(source))
+        return
+    for number, item in enumerate(source):
+        try:
+            yield Example.of(item)
+        except ReferenceSetError as error:
+            raise ReferenceSetError(f"Example {number} {error}.") from None
+
+
+def _from_file(path: Path) -> Iterator[Example]:
+    if not path.is_file():
+        raise ReferenceSetError(f"No reference file at {str(path)!r}.")
+    try:
+        if ".jsonl" not in path.suffixes:
+            yield from _from_text(path)
+            return
+        empty = True
+        for number, line in enumerate(_lines(path), start=1):
+            if line.strip():
+                empty = False
+                yield _parse(path, number, line)
+    except (UnicodeDecodeError, OSError, EOFError, zlib.error) as error:
+        raise ReferenceSetError(f"Cannot read {str(path)!r}: {error}.") from None
+    if empty:
+        raise ReferenceSetError(f"{str(path)!r} holds no examples: it is empty.")
+
+
+def _from_text(path: Path) -> Iterator[Example]:
+    if path.suffix not in (".txt", ".md"):
+        raise ReferenceSetError(
+            f"Cannot tell what {str(path)!r} holds. Use .jsonl or .jsonl.gz (one JSON object a "
+            f"line with {_FIELDS}), or .txt (one text)."
+        )
+    text = path.read_text(encoding="utf8")
+    if not text.strip():
+        raise ReferenceSetError(f"{str(path)!r} holds no examples: it is empty.")
+    yield Example(completion=text)
+
+
+def _lines(path: Path) -> Iterator[str]:
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rt", encoding="utf8") as lines:
+        yield from lines
+
+
+def _parse(path: Path, number: int, line: str) -> Example:
+    try:
+        return Example.of(json.loads(line))
+    except json.JSONDecodeError as error:
+        raise ReferenceSetError(f"{path}, line {number}: not JSON ({error.msg}).") from None
+    except ReferenceSetError as error:
+        raise ReferenceSetError(f"{path}, line {number}: {error}.") from None
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """An example's token ids; those from `completion_start` on are its completion."""
+
+    ids: list[int]
+    completion_start: int
+
+
+def tokenise(example: Example, tokenizer: Any) -> Tokens:
+    if example.messages is not None:
+        return _tokenise_messages(example.messages, tokenizer)
+    if not example.prompt:
+        return Tokens(list(tokenizer(example.completion)["input_ids"]), 0)
+    text = example.prompt + example.completion
+    if not tokenizer.is_fast:
+        ids = list(tokenizer(text)["input_ids"])
+        return Tokens(ids, min(len(tokenizer(example.prompt)["input_ids"]), len(ids)))
+    encoded = tokenizer(text, return_offsets_mapping=True)
+    boundary = len(example.prompt)
+    # A token that straddles the boundary helps to spell the completion. Special tokens span (0, 0).
+    starts = (place for place, (_, end) in enumerate(encoded["offset_mapping"]) if end > boundary)
+    ids = list(encoded["input_ids"])
+    return Tokens(ids, next(starts, len(ids)))
+
+
+def _tokenise_messages(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> Tokens:
+    """Through the model's chat template; the last assistant turn is the completion."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ReferenceSetError(
+            "The reference set holds chat messages, but the tokenizer has no chat template. "
+            "Give prompt and completion instead, or set tokenizer.chat_template."
+        )
+    ids = _apply_template(tokenizer, messages, generation=False)
+    start = 0
+    if messages[-1]["role"] == "assistant":
+        prompt = _apply_template(tokenizer, messages[:-1], generation=True)
+        shared = (a == b for a, b in zip(prompt, ids, strict=False))
+        start = next((place for place, same in enumerate(shared) if not same), len(prompt))
+    return Tokens(ids, min(start, len(ids)))
+
+
+def _apply_template(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], generation: bool
+) -> list[int]:
+    if not messages:
+        return []
+    encoded = tokenizer.apply_chat_template(
+        [dict(message) for message in messages],
+        add_generation_prompt=generation,
+        tokenize=True,
+        return_dict=True,
+    )
+    return list(encoded["input_ids"])

@@ -1,0 +1,67 @@
+"""Similarity functions s(x, k) of a router input and a stored key (§4.2, §5.1).
+
+Every similarity is a function of a squared Euclidean distance between prepared vectors, so that
+each of them runs on every index. Values are kept as logarithms: exp(-γ d²) underflows for far
+queries, and weights are ratios of similarities. Pure torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def rbf(squared_distance: Tensor, gamma: Tensor) -> Tensor:
+    """log s = -γ d², the paper's kernel (§5.1).
+
+    Shapes: squared_distance [...]; gamma [] or broadcastable. Result [...], at most 0.
+    """
+    return -gamma * squared_distance
+
+
+def cosine(squared_distance: Tensor, gamma: Tensor) -> Tensor:
+    """log s of s = max(0, cos(x, k)), from the distance of unit vectors: cos = 1 - d²/2.
+
+    The paper leaves negative cosines open; λ is a mixing weight, so they count as 0.
+    γ plays no part. Shapes: squared_distance [...]. Result [...], at most 0, -inf where s = 0.
+    """
+    return torch.log((1 - squared_distance / 2).clamp(0, 1))
+
+
+def unit(vectors: Tensor) -> Tensor:
+    """Scale to length one; the zero vector stays zero. Shapes: vectors [..., d] → the same.
+
+    Divides by the largest magnitude first: the square of a large finite entry overflows.
+    """
+    wide = vectors.float()
+    largest = wide.abs().amax(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    return F.normalize(wide / largest, dim=-1).to(vectors.dtype)
+
+
+def unchanged(vectors: Tensor) -> Tensor:
+    return vectors
+
+
+@dataclass(frozen=True)
+class Similarity:
+    """`prepare` what is stored and what is asked, search by squared distance, then `log`."""
+
+    name: str
+    prepare: Callable[[Tensor], Tensor]
+    log: Callable[[Tensor, Tensor], Tensor]
+    uses_gamma: bool
+
+
+SIMILARITIES: Final[Mapping[str, Similarity]] = {
+    entry.name: entry
+    for entry in (
+        Similarity("rbf", unchanged, rbf, uses_gamma=True),
+        Similarity("rbf-unit", unit, rbf, uses_gamma=True),
+        Similarity("cosine", unit, cosine, uses_gamma=False),
+    )
+}

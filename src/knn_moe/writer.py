@@ -1,0 +1,111 @@
+"""Stream a memory into a folder that appears under its name only when it is whole.
+
+Rows come in any order and from any thread. Peak memory does not depend on how many there are:
+each row goes to its place in a file of known size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from knn_moe import storage
+from knn_moe.card import model_card
+from knn_moe.gamma import estimate_gamma
+from knn_moe.header import MemoryHeader
+from knn_moe.provenance import Provenance
+
+
+class LayerShape(NamedTuple):
+    hidden_size: int
+    num_experts: int
+    dtype: torch.dtype  # of the keys; values are fp32
+
+
+class MemoryWriter:
+    """One partial folder, from its first row to its publication."""
+
+    def __init__(
+        self,
+        partial: Path,
+        provenance: Provenance,
+        layers: Mapping[int, LayerShape],
+        *,
+        fresh: bool = True,
+    ) -> None:
+        self.partial = partial
+        self.provenance = provenance
+        if fresh:
+            storage.write_tensors(partial / storage.TOKENS_FILE, vars(provenance))
+        self.files = {
+            index: storage.StreamedFile(
+                partial / storage.layer_file(index),
+                {
+                    "keys": storage.TensorPlan(shape.dtype, (len(provenance), shape.hidden_size)),
+                    "values": storage.TensorPlan(
+                        torch.float32, (len(provenance), shape.num_experts)
+                    ),
+                },
+                fresh=fresh,
+            )
+            for index, shape in layers.items()
+        }
+
+    def write(self, layer: int, row: int, keys: Tensor, values: Tensor) -> None:
+        """Cases `row`, `row + 1`, … of one layer. Shapes: keys [n, d]; values [n, N]."""
+        self.files[layer].write("keys", row, keys)
+        self.files[layer].write("values", row, values)
+
+    def close(self) -> None:
+        for file in self.files.values():
+            file.close()
+        self.files = {}
+
+    def finish(
+        self,
+        header: MemoryHeader,
+        folder: Path,
+        *,
+        gammas: Mapping[int, float] | None = None,
+        device: torch.device | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        """Seal what was written and rename it to `folder`. γ is computed where it is not given."""
+        layers = list(self.files)
+        self.close()
+        with ThreadPoolExecutor() as pool:
+            described = pool.map(
+                lambda index: storage.describe_file(self.partial / storage.layer_file(index)),
+                layers,
+            )
+            found = gammas or self._gammas(layers, device)
+            entries = [
+                {"layer": index, "gamma": found[index], **entry}
+                for index, entry in zip(layers, described, strict=True)
+            ]
+        config: dict[str, Any] = {
+            **header.to_dict(),
+            "keys": len(self.provenance),
+            "examples": self.provenance.num_examples,
+            "bytes": sum(entry["bytes"] for entry in entries),
+            "tokens": storage.describe_file(self.partial / storage.TOKENS_FILE),
+            "layers": entries,
+        }
+        (self.partial / "README.md").write_text(model_card(config), encoding="utf8")
+        storage.write_config(self.partial, config)
+        storage.publish(self.partial, folder, overwrite=overwrite)
+
+    def _gammas(self, layers: list[int], device: torch.device | None) -> dict[int, float]:
+        example, case = self.provenance.example, self.provenance.prefix_hash()
+
+        def gamma(index: int) -> float:
+            keys = storage.read_tensors(self.partial / storage.layer_file(index))["keys"]
+            return estimate_gamma(keys, example, case, device)
+
+        with ThreadPoolExecutor(max_workers=4) as pool:
+            return dict(zip(layers, pool.map(gamma, layers), strict=True))
