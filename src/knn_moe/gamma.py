@@ -16,8 +16,8 @@ from torch import Tensor
 
 from knn_moe.index.exact import blocks, product, squared_distance
 
-_SAMPLE: Final = 2048  # keys whose nearest neighbour is looked up: all, or this many evenly spaced
-_CANDIDATES: Final = 8  # per key, so that an exact repeat among them can be passed over
+_SAMPLE: Final = 1024  # keys whose nearest neighbour is looked up: all, or this many evenly spaced
+_ZERO: Final = 1e-6  # squared distances below this share of the norms are rounding, not distance
 
 
 def estimate_gamma(
@@ -45,19 +45,18 @@ def _nearest_distances(
     """Each row's squared distance to its nearest admissible key, inf where there is none."""
     queries = keys[rows].to(device)
     centre = queries.float().mean(dim=0)
-    count = min(_CANDIDATES, len(keys))
-    scores, candidates = [], []
-    for start, stop in blocks(len(keys), per_row=max(len(rows), keys.shape[1]), least=count):
+    query_norm = squared_distance(queries, centre)[:, None]
+    best = torch.full((len(rows),), float("inf"), device=device)
+    nearest = torch.zeros(len(rows), dtype=torch.int64, device=device)
+    for start, stop in blocks(len(keys), max(len(rows), keys.shape[1]), device):
         block = keys[start:stop].to(device)
-        score = squared_distance(block, centre) - 2 * product(queries.float() - centre, block)
+        norm = squared_distance(block, centre)
+        distance = query_norm + norm - 2 * product(queries.float() - centre, block)
+        barred = distance <= _ZERO * (query_norm + norm)
         for label in barred_if_equal:
-            same = label[rows, None].to(device) == label[start:stop].to(device)
-            score.masked_fill_(same, float("inf"))
-        best, place = torch.topk(score, min(count, stop - start), dim=-1, largest=False)
-        scores.append(best)
-        candidates.append(place + start)
-    best, order = torch.topk(torch.cat(scores, dim=-1), count, dim=-1, largest=False)
-    chosen = torch.cat(candidates, dim=-1).gather(1, order)
-    distance = squared_distance(queries[:, None], keys[chosen.to(keys.device)].to(device))
-    admissible = best.isfinite() & (distance > 0)
-    return distance.masked_fill(~admissible, float("inf")).amin(dim=-1)
+            barred |= label[rows, None].to(device) == label[start:stop].to(device)
+        distance, place = distance.masked_fill_(barred, float("inf")).min(dim=-1)
+        nearest = torch.where(distance < best, place + start, nearest)
+        best = torch.minimum(distance, best)
+    exact = squared_distance(queries, keys[nearest.to(keys.device)].to(device))
+    return torch.where(best.isfinite(), exact, best)

@@ -107,5 +107,7 @@ class MemoryWriter:
             keys = storage.read_tensors(self.partial / storage.layer_file(index))["keys"]
             return estimate_gamma(keys, example, case, device)
 
-        with ThreadPoolExecutor(max_workers=4) as pool:
+        # On a CPU one layer at a time keeps every core busy; a GPU waits for its keys to arrive.
+        workers = 4 if device is not None and device.type == "cuda" else 1
+        with ThreadPoolExecutor(max_workers=workers) as pool:
             return dict(zip(layers, pool.map(gamma, layers), strict=True))

@@ -100,10 +100,11 @@ def number_tokenizer(vocabulary: int) -> Any:
     """A real tokenizer for which the text "17 4 9" is the ids 17, 4, 9."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    words = models.WordLevel({str(number): number for number in range(vocabulary)}, unk_token="0")
-    backend = Tokenizer(words)
+    words = {"<pad>": 0, **{str(number): number for number in range(1, vocabulary)}}
+    backend = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="0")
+    wrap: Any = transformers.PreTrainedTokenizerFast
+    return wrap(tokenizer_object=backend, pad_token="<pad>")
 
 
 def random_texts(count: int, length: int, vocabulary: int) -> list[str]:

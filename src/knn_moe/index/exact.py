@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-_HELD: Final = 1 << 26  # fp32 numbers held at once: 256 MiB
+_HELD: Final = {"cuda": 1 << 26, "cpu": 1 << 22}  # fp32 scores held at once: 256 and 16 MiB
 _SPARE: Final = 4  # candidates kept beyond k, for the exact distances to choose among
 
 
@@ -45,7 +45,7 @@ class ExactIndex(nn.Module):
         """Rows of each query's `count` best scores ‖k - c‖² - 2(x - c)·k. Result [T, count]."""
         centred = queries.float() - self.centre
         best: list[tuple[Tensor, Tensor]] = []
-        for start, stop in blocks(len(self.keys), per_row=len(queries), least=count):
+        for start, stop in blocks(len(self.keys), len(queries), queries.device, least=count):
             scores = self.norms[start:stop] - 2 * product(centred, self.keys[start:stop])
             score, row = torch.topk(scores, min(count, stop - start), dim=-1, largest=False)
             best.append((score, row + start))
@@ -61,7 +61,7 @@ def squared_distance(x: Tensor, keys: Tensor) -> Tensor:
 
 def centred_norms(keys: Tensor) -> tuple[Tensor, Tensor]:
     """The keys' mean c and ‖k - c‖² of each, in fp32. Shapes: keys [M, d] → [d], [M]."""
-    spans = list(blocks(len(keys), per_row=keys.shape[1]))
+    spans = list(blocks(len(keys), keys.shape[1], keys.device))
     centre = keys.new_zeros(keys.shape[1], dtype=torch.float32)
     for start, stop in spans:
         centre += keys[start:stop].sum(dim=0, dtype=torch.float32) / len(keys)
@@ -79,8 +79,11 @@ def product(x: Tensor, keys: Tensor) -> Tensor:
     return x @ keys.float().T
 
 
-def blocks(rows: int, per_row: int, least: int = 1) -> Iterator[tuple[int, int]]:
+def blocks(
+    rows: int, per_row: int, device: torch.device, least: int = 1
+) -> Iterator[tuple[int, int]]:
     """Cut `rows` into spans so that span × per_row numbers stay within what may be held."""
-    size = max(_HELD // max(per_row, 1), least, 1)
+    held = _HELD.get(device.type, _HELD["cpu"])
+    size = max(held // max(per_row, 1), least, 1)
     for start in range(0, rows, size):
         yield start, min(start + size, rows)

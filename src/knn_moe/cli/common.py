@@ -1,0 +1,154 @@
+"""What several commands share: loading models kindly, printing tables and JSON, progress."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from knn_moe.errors import ModelError, ModelTooLargeError
+
+log = Console(stderr=True, highlight=False)
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
+device_option = click.option(
+    "--device", default=None, help="Where to run, such as cuda:0. Default: a GPU if there is one."
+)
+dtype_option = click.option(
+    "--dtype",
+    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+    default="auto",
+    show_default=True,
+    help="Precision to load the model in; auto takes the checkpoint's own.",
+)
+
+
+def print_json(value: object) -> None:
+    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """To stdout; numbers to the right."""
+    table = Table(title=title, title_justify="left", header_style="bold")
+    for place, column in enumerate(columns):
+        numeric = all(_is_number(row[place]) for row in rows)
+        table.add_column(column, justify="right" if numeric else "left")
+    for row in rows:
+        table.add_row(*(str(cell) for cell in row))
+    Console(highlight=False, width=None if _is_terminal() else 120).print(table)
+
+
+def _is_number(cell: object) -> bool:
+    text = str(cell).replace(",", "").replace("%", "").replace("×", "").strip()
+    try:
+        float(text.split()[0] if text else "x")
+    except ValueError:
+        return text in ("", "-")
+    return True
+
+
+def _is_terminal() -> bool:
+    return Console().is_terminal
+
+
+def pick_device(name: str | None) -> Any:
+    import torch
+
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ModelError(f"Cannot run on device {name!r}: {reason}") from None
+    return device
+
+
+def load_model(name: str, device_name: str | None, dtype: str) -> tuple[Any, Any]:
+    """A causal language model and its tokenizer, from a folder or the hub."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    device = pick_device(device_name)
+    _require_room(name, device)
+    try:
+        with log.status(f"Loading {name}"):
+            tokenizer = AutoTokenizer.from_pretrained(name)
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
+    except torch.OutOfMemoryError:
+        raise ModelTooLargeError(f"{name!r} does not fit on {device}.") from None
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        raise ModelError(f"Cannot load a causal language model from {name!r}: {reason}") from None
+    return model, tokenizer
+
+
+def _require_room(name: str, device: Any) -> None:
+    """Refuse weights that outgrow memory before reading them, where their size is known."""
+    import torch
+
+    folder = Path(name)
+    if not folder.is_dir():
+        return
+    needed = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = available_memory()
+    if needed > free:
+        raise ModelTooLargeError(
+            f"{name!r} has {needed / 1e9:,.1f} GB of weights, and {device} has "
+            f"{free / 1e9:,.1f} GB free. Use a machine with more memory, or a smaller model."
+        )
+
+
+def available_memory() -> int:
+    """Bytes of RAM that can be had now."""
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 1 << 62  # not known on this system
+
+
+@contextmanager
+def progress_bar(description: str) -> Iterator[Callable[[int, int, str], None]]:
+    """A bar on stderr; yields update(done, total, note)."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %  {task.fields[note]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=log, transient=False) as bar:
+        task = bar.add_task(description, total=None, note="")
+
+        def update(done: int, total: int, note: str = "") -> None:
+            bar.update(task, completed=done, total=total, note=note)
+
+        yield update
+
+
+def remove_folder(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)

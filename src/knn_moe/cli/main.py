@@ -1,0 +1,64 @@
+"""`knn-moe`: the group of commands, and how errors are told.
+
+Commands are imported when they are asked for, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any, Final
+
+import click
+
+from knn_moe.errors import KnnMoeError
+
+# command → (module of this package, one line for the list)
+COMMANDS: Final[Mapping[str, str]] = {
+    "routers": "Show which routers of a model a memory would touch.",
+    "build": "Build a memory from a reference set.",
+    "inspect": "Show what a memory holds and whose it is.",
+    "generate": "Generate text with and without a memory.",
+    "merge": "Make one memory of several.",
+    "demo": "See the method work on a small model trained here and now.",
+    "bench": "Measure speed against a named baseline.",
+}
+
+
+class Commands(click.Group):
+    """Lists commands without importing them; turns this library's errors into exit code 2."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"knn_moe.cli.{cmd_name}")
+        command: click.Command = module.command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KnnMoeError as error:
+            raise click.UsageError(str(error)) from None
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="knn-moe")
+def main() -> None:
+    """Adapt a frozen Mixture-of-Experts model to new text, without touching a weight.
+
+    \b
+    knn-moe build allenai/OLMoE-1B-7B-0125-Instruct ref.jsonl -o memory
+    knn-moe generate allenai/OLMoE-1B-7B-0125-Instruct "A fever is" --memory memory
+    """
+
+
+if __name__ == "__main__":
+    main()
