@@ -23,6 +23,7 @@ from knn_moe.batches import ReferenceTokens, make_batch, plan_batches, read_toke
 from knn_moe.config import BuildConfig
 from knn_moe.drain import Drain
 from knn_moe.errors import ModelTooLargeError
+from knn_moe.experts import fast_experts
 from knn_moe.header import MemoryHeader
 from knn_moe.identity import identify, identify_tokenizer
 from knn_moe.memory import RoutingMemory
@@ -148,25 +149,6 @@ def _too_large(config: BuildConfig, shape: tuple[int, ...]) -> ModelTooLargeErro
         f"A batch of {shape[0]} × {shape[1]} tokens did not fit in memory beside the model. "
         f"Lower batch_tokens (now {config.batch_tokens}) or max_length (now {config.max_length})."
     )
-
-
-@contextmanager
-def fast_experts(model: nn.Module) -> Iterator[None]:
-    """Grouped matrix products for the experts, which have gradients; as it was afterwards."""
-    inner = unwrap(model)
-    before = getattr(getattr(inner, "config", None), "_experts_implementation", None)
-    if before in (None, "grouped_mm") or inner.dtype == torch.float64:
-        yield
-        return
-    try:
-        inner.set_experts_implementation("grouped_mm")
-    except ValueError:  # a family with experts of its own kind
-        yield
-        return
-    try:
-        yield
-    finally:
-        inner.set_experts_implementation(before)
 
 
 def _window(model: nn.Module, config: BuildConfig) -> int:

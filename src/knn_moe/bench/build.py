@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ from torch import nn
 
 from knn_moe.batches import ReferenceTokens, make_batch, plan_batches, read_tokens
 from knn_moe.bench.models import SHAPES, number_tokenizer, random_model, random_texts
-from knn_moe.build import build_memory, fast_experts
+from knn_moe.build import BuildProgress, build_memory
 from knn_moe.config import BuildConfig
+from knn_moe.experts import fast_experts
 from knn_moe.optimise import frozen, optimise_routing
 from knn_moe.reference import Example
 from knn_moe.routers import find_routers
@@ -38,6 +39,7 @@ class BuildMeasure:
     seconds: float
     peak_gb: float
     disk_gb: float = 0.0
+    stages: dict[str, float] = field(default_factory=dict)  # of the seconds, where they went
 
     @property
     def tokens_per_second(self) -> float:
@@ -117,20 +119,26 @@ def _optimise(
 def _end_to_end(
     model: nn.Module, tokenizer: Any, texts: list[str], bench: BuildBench
 ) -> BuildMeasure:
+    ends: dict[str, float] = {}
+
+    def note(progress: BuildProgress) -> None:
+        ends[progress.stage] = progress.seconds
+
     with tempfile.TemporaryDirectory(dir=bench.folder) as scratch:
+        target = Path(scratch) / "memory"
         with _stopwatch(bench.device) as watch:
             memory = build_memory(
-                model, tokenizer, texts, bench.config, folder=Path(scratch) / "memory"
+                model, tokenizer, texts, bench.config, folder=target, on_progress=note
             )
         size = memory.nbytes / 1e9
-        return BuildMeasure(
-            "end to end, memory on disk",
-            len(texts),
-            len(memory),
-            watch.seconds,
-            watch.peak_gb,
-            size,
-        )
+    stages = {
+        "read": watch.seconds - ends["done"],
+        "optimise and write": ends["seal"],
+        "seal": ends["done"] - ends["seal"],
+    }
+    way = "end to end, memory on disk"
+    measured = (len(memory), watch.seconds, watch.peak_gb, size, stages)
+    return BuildMeasure(way, len(texts), *measured)
 
 
 def _read(texts: list[str], tokenizer: Any, config: BuildConfig) -> ReferenceTokens:

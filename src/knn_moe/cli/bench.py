@@ -89,3 +89,7 @@ def build(
         for result in results
     ]
     print_table(title, columns, rows)
+    for result in results:
+        if result.stages:
+            parts = ", ".join(f"{stage} {spent:.2f} s" for stage, spent in result.stages.items())
+            click.echo(f"{result.sequences:,} sequences end to end: {parts}")

@@ -107,10 +107,7 @@ def _require_room(name: str, device: Any) -> None:
     if not folder.is_dir():
         return
     needed = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-    else:
-        free = available_memory()
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
     if needed > free:
         raise ModelTooLargeError(
             f"{name!r} has {needed / 1e9:,.1f} GB of weights, and {device} has "

@@ -15,7 +15,7 @@ def empty_model(name: str) -> Any:
     try:
         config = AutoConfig.from_pretrained(name)
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
+            return AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise ModelError(f"Cannot load a causal language model from {name!r}: {reason}") from None

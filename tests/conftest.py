@@ -1,0 +1,47 @@
+"""What many tests need: a tokenizer whose words are token ids, small models, texts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from families import FAMILIES
+from knn_moe.bench.models import number_tokenizer
+
+VOCABULARY = 128
+
+
+@pytest.fixture(autouse=True)
+def _deterministic() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return number_tokenizer(VOCABULARY)
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return family("olmoe")
+
+
+def family(name: str) -> PreTrainedModel:
+    return next(entry for entry in FAMILIES if entry.name == name).build()
+
+
+def make_texts(count: int, seed: int = 0, shortest: int = 4, longest: int = 24) -> list[str]:
+    """Texts of random words, each a token of the fixture tokenizer."""
+    draw = random.Random(seed)
+    return [
+        " ".join(str(draw.randrange(3, VOCABULARY)) for _ in range(draw.randint(shortest, longest)))
+        for _ in range(count)
+    ]
+
+
+def encode(tokenizer: Callable[..., dict[str, list[int]]], text: str) -> torch.Tensor:
+    return torch.tensor([tokenizer(text)["input_ids"]])
