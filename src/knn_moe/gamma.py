@@ -31,7 +31,8 @@ def estimate_gamma(
     """
     if len(keys) < 2:
         return 1.0
-    rows = torch.linspace(0, len(keys) - 1, min(_SAMPLE, len(keys))).long().unique()
+    count = min(_SAMPLE, len(keys))
+    rows = torch.arange(count) * len(keys) // count
     alone = bool((example == example[0]).all())
     owner = torch.arange(len(keys)) if alone else example
     nearest = _nearest_distances(keys, rows, (owner, case), device or keys.device)
@@ -45,13 +46,15 @@ def _nearest_distances(
     """Each row's squared distance to its nearest admissible key, inf where there is none."""
     queries = keys[rows].to(device)
     centre = queries.float().mean(dim=0)
-    query_norm = squared_distance(queries, centre)[:, None]
+    centred = queries.float() - centre
+    query_norm = centred.square().sum(dim=-1, keepdim=True)
+    shift = 2 * (centred @ centre)[:, None]  # (x - c)·(k - c) = (x - c)·k - (x - c)·c
     best = torch.full((len(rows),), float("inf"), device=device)
     nearest = torch.zeros(len(rows), dtype=torch.int64, device=device)
     for start, stop in blocks(len(keys), max(len(rows), keys.shape[1]), device):
         block = keys[start:stop].to(device)
         norm = squared_distance(block, centre)
-        distance = query_norm + norm - 2 * product(queries.float() - centre, block)
+        distance = query_norm + norm + shift - 2 * product(centred, block)
         barred = distance <= _ZERO * (query_norm + norm)
         for label in barred_if_equal:
             barred |= label[rows, None].to(device) == label[start:stop].to(device)

@@ -1,0 +1,103 @@
+"""`knn-moe build`: a memory from a reference set."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import click
+
+from knn_moe.cli.common import (
+    device_option,
+    dtype_option,
+    json_option,
+    load_model,
+    log,
+    print_json,
+    progress_bar,
+)
+from knn_moe.errors import BuildError
+
+
+@click.command(name="build")
+@click.argument("model")
+@click.argument("reference", type=click.Path(path_type=Path))
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="New folder.")
+@click.option("--preset", default="paper", show_default=True, help="Settings to start from.")
+@click.option("--steps", type=int, help="Gradient steps per token (S).")
+@click.option("--learning-rate", type=float, help="Size of a step (η).")
+@click.option("--gradient", help="sparse: through the chosen experts; dense: through all.")
+@click.option("--tokens", default="all", show_default=True, help="all, or completion only.")
+@click.option("--max-length", default=2048, show_default=True, help="Tokens in a window.")
+@click.option("--batch-tokens", default=8192, show_default=True, help="Tokens in a batch.")
+@click.option("--resume", is_flag=True, help="Go on where a killed build stopped.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing memory once this is whole.")
+@device_option
+@dtype_option
+@json_option
+def command(
+    model: str,
+    reference: Path,
+    output: Path,
+    resume: bool,
+    overwrite: bool,
+    device: str | None,
+    dtype: str,
+    as_json: bool,
+    **settings: object,
+) -> None:
+    """Build a memory of the REFERENCE set for MODEL, a folder or a hub id.
+
+    \b
+    knn-moe build allenai/OLMoE-1B-7B-0125-Instruct ref.jsonl -o memory
+    knn-moe build ./my-model ref.jsonl.gz -o memory --steps 3 --learning-rate 0.5
+    knn-moe build ./my-model ref.jsonl -o memory --resume
+
+    REFERENCE is .jsonl or .jsonl.gz with "text", "prompt" and "completion", or "messages" on each
+    line; or .txt, which is one text. Long texts are cut into windows. A killed build leaves
+    OUTPUT.partial, from which --resume goes on.
+    """
+    from knn_moe.build import BuildProgress, build_memory
+    from knn_moe.config import BuildConfig
+    from knn_moe.reference import iter_examples
+    from knn_moe.storage import publish, refuse_existing
+
+    given = {name: value for name, value in settings.items() if value is not None}
+    config = BuildConfig(**given)  # type: ignore[arg-type]  # click has checked the types
+    refuse_existing(output, overwrite=overwrite)
+    target = _target(output, resume=resume, overwrite=overwrite)
+    next(iter_examples(reference), None)  # a bad reference file is told before the model loads
+    network, tokenizer = load_model(model, device, dtype)
+    with progress_bar("Building") as update:
+
+        def show(progress: BuildProgress) -> None:
+            rate = (progress.tokens - progress.resumed_tokens) / max(progress.seconds, 1e-9)
+            note = f"{rate:,.0f} tokens/s" if progress.stage == "optimise" else progress.stage
+            update(progress.tokens, progress.total_tokens, note)
+
+        memory = build_memory(
+            network, tokenizer, iter_examples(reference), config, folder=target, on_progress=show
+        )
+    if target != output:
+        publish(target, output, overwrite=True)
+    if as_json:
+        facts = {"folder": str(output), "cases": len(memory), "bytes": memory.nbytes}
+        print_json({**facts, "layers": sorted(memory.layers)})
+    else:
+        log.print(f"{memory!r}\n{memory.nbytes / 1e6:,.1f} MB in {output}")
+
+
+def _target(output: Path, *, resume: bool, overwrite: bool) -> Path:
+    """The folder to build in: what is replaced stays until the new memory is whole."""
+    from knn_moe.workspace import partial_folder
+
+    target = output.with_name(f"{output.name}.new") if overwrite and output.exists() else output
+    left = partial_folder(target)
+    if left.exists() and overwrite and not resume:
+        shutil.rmtree(left)
+    elif left.exists() and not resume:
+        raise BuildError(
+            f"{str(left)!r} holds part of an earlier build: pass --resume to go on with it, or "
+            f"--overwrite to start over."
+        )
+    return target

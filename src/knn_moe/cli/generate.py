@@ -1,0 +1,126 @@
+"""`knn-moe generate`: text with and without a memory."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from knn_moe.cli.common import (
+    device_option,
+    dtype_option,
+    json_option,
+    load_model,
+    print_json,
+    print_table,
+)
+
+
+@click.command(name="generate")
+@click.argument("model")
+@click.argument("prompt")
+@click.option("--memory", help="Folder or hub id of a memory; without one, the bare model.")
+@click.option("--max-new-tokens", default=64, show_default=True)
+@click.option("--temperature", default=0.0, show_default=True, help="0 takes the likeliest token.")
+@click.option("--seed", default=0, show_default=True, help="For sampling.")
+@click.option("-k", "neighbours", type=int, help="Neighbours recalled. Default: the memory's own.")
+@click.option("--compare", is_flag=True, help="Also generate without the memory.")
+@click.option("--chat", is_flag=True, help="Put the prompt through the model's chat template.")
+@click.option("--force", is_flag=True, help="Use a memory that was built for another model.")
+@device_option
+@dtype_option
+@json_option
+def command(
+    model: str,
+    prompt: str,
+    memory: str | None,
+    neighbours: int | None,
+    compare: bool,
+    force: bool,
+    device: str | None,
+    dtype: str,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Generate from PROMPT with MODEL, leaning on a memory.
+
+    \b
+    knn-moe generate ./my-model "A fever is" --memory memory
+    knn-moe generate ./my-model "A fever is" --memory memory --compare --json
+    """
+    from dataclasses import replace
+
+    from knn_moe.attach import attach
+    from knn_moe.memory import RoutingMemory
+
+    opened = RoutingMemory.from_pretrained(memory) if memory is not None else None
+    network, tokenizer = load_model(model, device, dtype)
+    answer: dict[str, Any] = {"prompt": prompt}
+    if opened is None or compare:
+        answer["text" if opened is None else "without_memory"] = _generate(
+            network, tokenizer, prompt, **options
+        )
+    if opened is not None:
+        config = opened.routing if neighbours is None else replace(opened.routing, k=neighbours)
+        with attach(network, opened, config, force=force) as routing:
+            answer["text"] = _generate(network, tokenizer, prompt, **options)
+            answer["layers"] = {index: asdict(layer) for index, layer in routing.stats().items()}
+    if as_json:
+        print_json(answer)
+    else:
+        _show(answer)
+
+
+def _generate(
+    network: Any,
+    tokenizer: Any,
+    prompt: str,
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    chat: bool,
+) -> str:
+    import torch
+
+    if chat:
+        messages = [{"role": "user", "content": prompt}]
+        inputs = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    else:
+        inputs = tokenizer(prompt, return_tensors="pt")
+    inputs = {name: value.to(network.device) for name, value in inputs.items()}
+    inputs.pop("token_type_ids", None)
+    torch.manual_seed(seed)
+    sampling = {"do_sample": True, "temperature": temperature} if temperature else {}
+    settings = {"do_sample": False, **sampling, "max_new_tokens": max_new_tokens}
+    output = network.generate(**inputs, **settings, pad_token_id=_pad(tokenizer))
+    text: str = tokenizer.decode(
+        output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+    )
+    return text
+
+
+def _pad(tokenizer: Any) -> int:
+    chosen = (
+        tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    )
+    return int(chosen or 0)
+
+
+def _show(answer: dict[str, Any]) -> None:
+    if "without_memory" in answer:
+        click.echo(
+            f"without memory: {answer['without_memory']}\n\nwith memory:    {answer['text']}"
+        )
+    else:
+        click.echo(answer["text"])
+    if "layers" in answer:
+        rows = [
+            (index, layer["tokens"], f"{layer['mean_confidence']:.3f}", f"{layer['changed']:.1%}")
+            for index, layer in answer["layers"].items()
+        ]
+        click.echo()
+        print_table("what the memory did", ("layer", "tokens", "mean λ", "experts changed"), rows)

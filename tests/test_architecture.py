@@ -1,0 +1,82 @@
+"""The shape of the code: which names are public, and which way imports point."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+from pathlib import Path
+
+import knn_moe
+
+ROOT = Path(knn_moe.__file__).parent
+
+# Each room may import only from rooms above it.
+ORDER = (
+    "errors similarity mixing provenance index.protocol index.exact index config gamma "
+    "reference routers experts intercept dense identity header card storage writer memory "
+    "optimise batches drain workspace build recall hooks attach "
+    "bench.models bench.build demo cli.common cli.empty cli"
+).split()
+
+
+def room(module: str) -> int:
+    name = module.removeprefix("knn_moe").removeprefix(".")
+    while name and name not in ORDER:
+        name = name.rpartition(".")[0]
+    return ORDER.index(name) if name else len(ORDER)
+
+
+def imported(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text(encoding="utf8"))
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("knn_moe"):
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name for name in names if (ROOT / _file(name)).exists()} or {node.module}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.startswith("knn_moe")}
+    return {name for name in found if name}
+
+
+def _file(module: str) -> str:
+    return module.removeprefix("knn_moe.").replace(".", "/") + ".py"
+
+
+def test_imports_point_one_way() -> None:
+    wrong = []
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        if parts in (("__init__",), ("__main__",)):
+            continue
+        module = ".".join(("knn_moe", *(part for part in parts if part != "__init__")))
+        allowed = room(module)
+        for name in imported(path) - {module}:
+            same_package = room(name) == allowed and name.startswith(module.rpartition(".")[0])
+            if room(name) >= allowed and not same_package:
+                wrong.append(f"{module} imports {name}")
+    assert wrong == []
+
+
+def test_mathematics_imports_nothing_of_ours() -> None:
+    assert imported(ROOT / "similarity.py") == set()
+    assert imported(ROOT / "mixing.py") == set()
+
+
+def test_public_names_are_those_meant() -> None:
+    assert knn_moe.__all__ == [
+        "BuildConfig",
+        "Example",
+        "RoutingConfig",
+        "RoutingMemory",
+        "attach",
+        "build_memory",
+        "find_routers",
+        "load_examples",
+    ]
+    assert all(getattr(knn_moe, name).__module__.startswith("knn_moe.") for name in knn_moe.__all__)
+
+
+def test_every_module_says_what_it_knows() -> None:
+    for info in pkgutil.walk_packages([str(ROOT)], prefix="knn_moe."):
+        assert importlib.import_module(info.name).__doc__, info.name

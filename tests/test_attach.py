@@ -1,0 +1,477 @@
+"""A memory on a model: right in every way a model is run, and gone without a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from conftest import encode, family, make_texts
+from knn_moe import BuildConfig, RoutingConfig, RoutingMemory, attach, build_memory, find_routers
+from knn_moe.errors import (
+    AttachError,
+    ConfigError,
+    MemoryMismatchError,
+    RouterNotCalledError,
+    UnsupportedModelError,
+)
+
+BUILD = BuildConfig(learning_rate=5.0, batch_tokens=64)
+TEXTS = make_texts(12)
+
+
+@pytest.fixture(scope="module")
+def memory(tokenizer: object) -> RoutingMemory:
+    return build_memory(family("olmoe"), tokenizer, TEXTS, BUILD)
+
+
+@pytest.fixture
+def prompt(tokenizer: Callable[..., dict[str, list[int]]]) -> torch.Tensor:
+    return encode(tokenizer, make_texts(1, seed=5, shortest=9, longest=9)[0])
+
+
+@pytest.fixture
+def compiled_state() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def greedy_by_hand(model: nn.Module, ids: torch.Tensor, count: int) -> torch.Tensor:
+    for _ in range(count):
+        with torch.no_grad():
+            following = model(ids, use_cache=False).logits[:, -1].argmax(dim=-1, keepdim=True)
+        ids = torch.cat([ids, following], dim=1)
+    return ids
+
+
+def generate(model: PreTrainedModel, ids: torch.Tensor, **options: object) -> torch.Tensor:
+    mask = options.pop("attention_mask", torch.ones_like(ids))
+    settings = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, **options}
+    return model.generate(ids, attention_mask=mask, **settings)
+
+
+@pytest.mark.parametrize("name", ["olmoe", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generation_equals_repeated_full_passes(
+    name: str, cache: str, tokenizer: object, prompt: torch.Tensor
+) -> None:
+    model = family(name)
+    base = greedy_by_hand(model, prompt, 8)
+    with attach(model, build_memory(model, tokenizer, TEXTS, BUILD), RoutingConfig(k=2)):
+        expected = greedy_by_hand(model, prompt, 8)
+        assert torch.equal(generate(model, prompt, cache_implementation=cache), expected)
+    assert not torch.equal(expected, base)
+    assert torch.equal(generate(model, prompt), base)
+
+
+def test_sampling_and_beams(
+    model: PreTrainedModel, memory: RoutingMemory, prompt: torch.Tensor
+) -> None:
+    def sample() -> torch.Tensor:
+        torch.manual_seed(3)
+        return generate(model, prompt, do_sample=True, top_k=0)
+
+    base, base_beams = sample(), generate(model, prompt, num_beams=3)
+    with attach(model, memory):
+        with_memory = sample()
+        assert torch.equal(with_memory, sample())
+        assert not torch.equal(with_memory, base)
+        beams = generate(model, prompt, num_beams=3)
+        assert beams.shape == base_beams.shape
+        scores = [_likelihood(model, row) for row in (beams, generate(model, prompt))]
+        assert scores[0] >= scores[1] - 1e-4  # a beam is at least as likely as the greedy path
+
+
+def _likelihood(model: nn.Module, ids: torch.Tensor) -> float:
+    with torch.no_grad():
+        log = model(ids, use_cache=False).logits.log_softmax(dim=-1)
+    return float(log[0, 8:-1].gather(1, ids[0, 9:, None]).sum())
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_padded_batch_is_its_rows_one_by_one(
+    side: str, model: PreTrainedModel, memory: RoutingMemory, tokenizer: object
+) -> None:
+    rows = [encode(tokenizer, text) for text in make_texts(3, seed=6)]
+    longest = max(row.shape[1] for row in rows)
+    padded = torch.zeros(3, longest, dtype=torch.int64)
+    mask = torch.zeros_like(padded)
+    for line, row in enumerate(rows):
+        place = slice(longest - row.shape[1], None) if side == "left" else slice(row.shape[1])
+        padded[line, place] = row[0]
+        mask[line, place] = 1
+    with attach(model, memory, RoutingConfig(k=3)) as routing:
+        together = model(padded, attention_mask=mask, use_cache=False).logits
+        counted = {layer: stats.tokens for layer, stats in routing.stats().items()}
+        for line, row in enumerate(rows):
+            alone = model(row, use_cache=False).logits[0]
+            torch.testing.assert_close(
+                together[line][mask[line].bool()], alone, rtol=1e-4, atol=1e-4
+            )
+        assert counted == {layer: int(mask.sum()) for layer in counted}
+        if side == "left":
+            batched = generate(model, padded, attention_mask=mask)
+            for line, row in enumerate(rows):
+                assert torch.equal(batched[line, longest:], generate(model, row)[0, row.shape[1] :])
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_padding_is_not_counted_while_generating(
+    cache: str, model: PreTrainedModel, memory: RoutingMemory
+) -> None:
+    ids = torch.randint(3, 128, (2, 6))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    with attach(model, memory) as routing:
+        generate(model, ids, attention_mask=mask, max_new_tokens=3, cache_implementation=cache)
+        # 8 real tokens in the prompt, then two more steps of two rows.
+        assert {stats.tokens for stats in routing.stats().values()} == {8 + 4}
+        assert {stats.calls for stats in routing.stats().values()} == {3}
+
+
+def test_stats_count_what_changed(
+    model: PreTrainedModel, memory: RoutingMemory, prompt: torch.Tensor
+) -> None:
+    base = model(prompt, output_router_logits=True, use_cache=False).router_logits
+    with attach(model, memory, RoutingConfig(layers=(0,))) as routing:
+        used = model(prompt, output_router_logits=True, use_cache=False).router_logits
+        stats = routing.stats()
+    assert set(stats) == {0}
+    before, after = (logits[0].topk(2).indices.sort().values for logits in (base, used))
+    assert stats[0].changed == pytest.approx(float((before != after).any(dim=-1).float().mean()))
+    assert 0 < stats[0].changed < 1
+    assert 0 < stats[0].mean_confidence < 1
+    with attach(model, memory, RoutingConfig(stats=False)) as routing:
+        model(prompt, use_cache=False)
+        assert routing.stats()[0].changed is None
+
+
+def test_recorded_router_logits_are_those_used(
+    model: PreTrainedModel, memory: RoutingMemory, prompt: torch.Tensor
+) -> None:
+    base = model(prompt, output_router_logits=True, use_cache=False)
+    with attach(model, memory):
+        recorded = model(prompt, output_router_logits=True, use_cache=False)
+        plain = model(prompt, use_cache=False)
+    assert torch.equal(recorded.logits, plain.logits)
+    assert not torch.equal(recorded.router_logits[0], base.router_logits[0])
+    by_hand = _mixed_by_hand(memory, base.router_logits[0])
+    torch.testing.assert_close(recorded.router_logits[0], by_hand)
+
+
+def _mixed_by_hand(memory: RoutingMemory, logits: torch.Tensor) -> torch.Tensor:
+    """Layer 0 once more, from the model's own unmixed router input."""
+    model = family("olmoe")
+    seen = []
+    router = find_routers(model)[0]
+    router.module.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    model(encode_prompt(), use_cache=False)
+    x, layer = seen[0].reshape(-1, router.hidden_size), memory.layers[0]
+    distance = torch.cdist(x.double(), layer.keys.double()).square()
+    nearest, row = distance.min(dim=-1)
+    weight = torch.exp(-layer.gamma * nearest)[:, None]
+    mixed = (1 - weight) * logits.double() + weight * layer.values[row].double()
+    return mixed.float()
+
+
+def encode_prompt() -> torch.Tensor:
+    text = make_texts(1, seed=5, shortest=9, longest=9)[0]
+    return torch.tensor([[int(word) for word in text.split()]])
+
+
+def test_bfloat16(tokenizer: object, prompt: torch.Tensor) -> None:
+    model = family("olmoe").to(torch.bfloat16)
+    base = model(prompt, use_cache=False).logits
+    memory = build_memory(model, tokenizer, TEXTS, BUILD)
+    assert {layer.keys.dtype for layer in memory.layers.values()} == {torch.bfloat16}
+    assert {layer.values.dtype for layer in memory.layers.values()} == {torch.float32}
+    with attach(model, memory, RoutingConfig(gamma=1e30)):
+        assert torch.equal(model(prompt, use_cache=False).logits, base)
+    with attach(model, memory):
+        logits = model(prompt, use_cache=False).logits
+    assert logits.dtype == torch.bfloat16
+    assert not torch.equal(logits, base)
+    with attach(family("olmoe"), memory):  # the same checkpoint in another precision is the model
+        pass
+
+
+def test_compiled(
+    model: PreTrainedModel, memory: RoutingMemory, prompt: torch.Tensor, compiled_state: None
+) -> None:
+    with torch.no_grad():
+        base = model(prompt, use_cache=False).logits
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(prompt, use_cache=False).logits, base)
+        with attach(model, memory, RoutingConfig(k=2)) as routing:
+            expected = model(prompt, use_cache=False).logits
+            tokens = routing.stats()[0].tokens
+            for _ in range(3):
+                result = compiled(prompt, use_cache=False).logits
+                torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
+            assert routing.stats()[0].tokens == 4 * tokens
+            assert routing.stats()[0].calls == 4
+        torch.testing.assert_close(compiled(prompt, use_cache=False).logits, base)
+
+
+def test_a_compiled_model_does_not_recompile_at_each_call(
+    model: PreTrainedModel, memory: RoutingMemory, prompt: torch.Tensor, compiled_state: None
+) -> None:
+    compilations = []
+
+    def count(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
+        compilations.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, backend=count, fullgraph=True)
+    with attach(model, memory), torch.no_grad():
+        for _ in range(4):
+            compiled(prompt, use_cache=False)
+    assert len(compilations) == 1
+
+
+def test_a_peft_model(memory: RoutingMemory, prompt: torch.Tensor) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    config = LoraConfig(
+        r=4, target_modules=["q_proj"], target_parameters=["mlp.gate.weight"], lora_dropout=0
+    )
+    wrapped = get_peft_model(family("olmoe"), config)
+    for name, parameter in wrapped.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.5)
+    wrapped.eval()
+    assert [router.layer for router in find_routers(wrapped)] == [0, 1]
+    base = wrapped(prompt, use_cache=False).logits
+    with attach(wrapped, memory) as routing:
+        expected = greedy_by_hand(wrapped, prompt, 4)
+        tokens = wrapped.generate(
+            input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4,
+            do_sample=False, eos_token_id=None,
+        )  # fmt: skip
+        assert torch.equal(tokens, expected)
+        assert routing.stats()[0].calls > 0
+        assert not torch.equal(wrapped(prompt, use_cache=False).logits, base)
+    assert torch.equal(wrapped(prompt, use_cache=False).logits, base)
+
+
+def test_building_on_a_peft_model(tokenizer: object) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    wrapped = get_peft_model(family("olmoe"), LoraConfig(r=4, target_modules=["q_proj"]))
+    trainable = [name for name, p in wrapped.named_parameters() if p.requires_grad]
+    built = build_memory(wrapped, tokenizer, TEXTS, BUILD)
+    assert [name for name, p in wrapped.named_parameters() if p.requires_grad] == trainable
+    plain = build_memory(family("olmoe"), tokenizer, TEXTS, BUILD)
+    # An adapter that is still zero changes nothing.
+    torch.testing.assert_close(built.layers[1].values, plain.layers[1].values)
+
+
+def test_offloaded_by_device_map(
+    tmp_path: Path, memory: RoutingMemory, tokenizer: object, prompt: torch.Tensor
+) -> None:
+    family("olmoe").save_pretrained(tmp_path / "model")
+    whole = family("olmoe")
+    places = {
+        "model.embed_tokens": "cpu",
+        "model.layers.0": "cpu",
+        "model.layers.1": "disk",
+        "model.norm": "cpu",
+        "model.rotary_emb": "cpu",
+        "lm_head": "cpu",
+    }
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", device_map=places, offload_folder=tmp_path / "offload"
+    )
+    assert find_routers(model)[1].weight.is_meta
+    with attach(whole, memory), attach(model, memory):
+        torch.testing.assert_close(
+            model(prompt, use_cache=False).logits, whole(prompt, use_cache=False).logits
+        )
+
+
+def test_chosen_layers_only(
+    model: PreTrainedModel, memory: RoutingMemory, prompt: torch.Tensor
+) -> None:
+    base = model(prompt, output_router_logits=True, use_cache=False).router_logits
+    with attach(model, memory, RoutingConfig(layers=(1,))):
+        mixed = model(prompt, output_router_logits=True, use_cache=False).router_logits
+    assert torch.equal(mixed[0], base[0])
+    assert not torch.equal(mixed[1], base[1])
+    with pytest.raises(ConfigError, match=r"no layer 7\. It has: \[0, 1\]"):
+        attach(model, memory, RoutingConfig(layers=(7,)))
+
+
+@pytest.mark.parametrize("similarity", ["rbf", "rbf-unit", "cosine"])
+def test_every_similarity_has_an_effect(
+    similarity: str, model: PreTrainedModel, memory: RoutingMemory, prompt: torch.Tensor
+) -> None:
+    base = model(prompt, use_cache=False).logits
+    with attach(model, memory, RoutingConfig(similarity=similarity, k=4)) as routing:
+        logits = model(prompt, use_cache=False).logits
+        assert 0 < routing.stats()[0].mean_confidence <= 1
+    assert logits.isfinite().all()
+    assert not torch.equal(logits, base)
+
+
+def test_more_neighbours_than_cases(
+    model: PreTrainedModel, tokenizer: object, prompt: torch.Tensor
+) -> None:
+    memory = build_memory(model, tokenizer, ["3 4 5"])
+    with attach(model, memory, RoutingConfig(k=50)):
+        assert model(prompt, use_cache=False).logits.isfinite().all()
+
+
+def test_two_models_at_once(memory: RoutingMemory, tokenizer: object, prompt: torch.Tensor) -> None:
+    one, other = family("olmoe"), family("gpt_oss")
+    second = build_memory(other, tokenizer, TEXTS, BUILD)
+    with attach(one, memory):
+        alone = one(prompt, use_cache=False).logits
+    with attach(one, memory), attach(other, second):
+        other(prompt, use_cache=False)
+        assert torch.equal(one(prompt, use_cache=False).logits, alone)
+
+
+def test_attaching_twice_is_refused(model: PreTrainedModel, memory: RoutingMemory) -> None:
+    with attach(model, memory), pytest.raises(AttachError, match="Detach it first"):
+        attach(model, memory)
+    with attach(model, memory):
+        pass
+
+
+def test_an_error_in_the_block_still_detaches(
+    model: PreTrainedModel, memory: RoutingMemory, prompt: torch.Tensor
+) -> None:
+    base = model(prompt, use_cache=False).logits
+    with pytest.raises(ZeroDivisionError), attach(model, memory):
+        raise ZeroDivisionError
+    assert torch.equal(model(prompt, use_cache=False).logits, base)
+
+
+def test_an_error_inside_the_router_leaves_no_mode_behind(
+    model: PreTrainedModel, memory: RoutingMemory, prompt: torch.Tensor
+) -> None:
+    from torch.overrides import _len_torch_function_stack
+
+    base = model(prompt, use_cache=False).logits
+    routing = attach(model, memory)
+    routing._hooks[0].recall.index.keys = torch.zeros(3, 5)
+    with pytest.raises(RuntimeError):
+        model(prompt, use_cache=False)
+    assert _len_torch_function_stack() == 0
+    routing._remove()
+    assert torch.equal(model(prompt, use_cache=False).logits, base)
+
+
+def test_detaching_twice_is_harmless(
+    model: PreTrainedModel, memory: RoutingMemory, prompt: torch.Tensor
+) -> None:
+    routing = attach(model, memory)
+    model(prompt, use_cache=False)
+    routing.detach()
+    routing.detach()
+    assert "detached" in repr(routing)
+    assert routing.stats()[0].calls == 1
+
+
+def test_another_models_memory_is_refused_by_name(memory: RoutingMemory) -> None:
+    other = family("olmoe")
+    with torch.no_grad():
+        find_routers(other)[0].weight.mul_(1.5)
+    other.config._name_or_path = "somebody/elses-olmoe"
+    with pytest.raises(MemoryMismatchError, match=r"OlmoeForCausalLM.*somebody/elses-olmoe"):
+        attach(other, memory)
+    with attach(other, memory, force=True):
+        pass
+    with pytest.raises(MemoryMismatchError, match=r"32 → 8 .* 32 → 12"):
+        attach(family("longcat_flash"), memory, force=True)
+
+
+class GoesAround(nn.Module):
+    """A block that leaves its router out, as a fused kernel might."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.gate, self.experts = block.gate, block.experts
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states
+
+
+def test_a_router_that_is_never_called_is_told(
+    model: PreTrainedModel, memory: RoutingMemory, prompt: torch.Tensor
+) -> None:
+    model.model.layers[1].mlp = GoesAround(model.model.layers[1].mlp)
+    routing = attach(model, memory)
+    with pytest.raises(RouterNotCalledError, match=r"model\.layers\.1\.mlp\.gate"):
+        model(prompt, use_cache=False)
+    assert "detached" in repr(routing)
+
+
+def test_a_router_that_is_never_called_is_told_of_compiled_models(
+    model: PreTrainedModel, memory: RoutingMemory, prompt: torch.Tensor, compiled_state: None
+) -> None:
+    model.model.layers[1].mlp = GoesAround(model.model.layers[1].mlp)
+    compiled = torch.compile(model, backend="eager")
+    with pytest.raises(RouterNotCalledError), attach(model, memory), torch.no_grad():
+        compiled(prompt, use_cache=False)
+
+
+def test_logits_from_a_fused_kernel_are_told(
+    model: PreTrainedModel, memory: RoutingMemory, prompt: torch.Tensor
+) -> None:
+    class Fused(type(model.model.layers[0].mlp.gate)):  # type: ignore[misc]
+        def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            logits = hidden_states.reshape(-1, self.hidden_dim) @ self.weight.T
+            weights, chosen = logits.softmax(dim=-1).topk(self.top_k, dim=-1)
+            return logits, weights, chosen
+
+    model.model.layers[0].mlp.gate.__class__ = Fused
+    with pytest.raises(UnsupportedModelError, match="use_kernels=False"), attach(model, memory):
+        model(prompt, use_cache=False)
+
+
+def test_gpt_oss_in_mxfp4_is_intercepted_in_its_block(
+    tokenizer: object, prompt: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real block of transformers' MXFP4 path; only the GPU kernels it calls stand in."""
+    from transformers.integrations import mxfp4
+
+    model = family("gpt_oss")
+    memory = build_memory(model, tokenizer, TEXTS, BUILD)
+    with attach(model, memory):
+        expected = model(prompt, use_cache=False).logits
+
+    class Mxfp4GptOssExperts(nn.Module):
+        def __init__(self, experts: nn.Module) -> None:
+            super().__init__()
+            self.inner = experts
+
+        def forward(self, x: torch.Tensor, routing: object, *_: object, **__: object) -> object:
+            return self.inner(x, *routing)
+
+    def routing(logits: torch.Tensor, top_k: int) -> tuple[object, None, None]:
+        values, chosen = logits.topk(top_k, dim=-1)
+        return (chosen, values.softmax(dim=-1)), None, None
+
+    kernels = SimpleNamespace(routing=SimpleNamespace(routing=routing))
+    monkeypatch.setattr(mxfp4, "triton_kernels_hub", kernels, raising=False)
+    for layer in model.model.layers:
+        experts = Mxfp4GptOssExperts(layer.mlp.experts)
+        if hasattr(mxfp4, "Mxfp4GptOssMLP"):
+            layer.mlp = mxfp4.Mxfp4GptOssMLP(layer.mlp.router, experts)
+        else:
+            layer.mlp.experts = experts
+            layer.mlp.forward = mxfp4.mlp_forward.__get__(layer.mlp)
+    base = model(prompt, use_cache=False).logits
+    with attach(model, memory) as attached:
+        logits = model(prompt, use_cache=False).logits
+        assert attached.stats()[0].changed is not None
+    torch.testing.assert_close(logits, expected)
+    assert not torch.equal(logits, base)
