@@ -7,17 +7,19 @@ import importlib
 import pkgutil
 from pathlib import Path
 
+import pytest
+
 import knn_moe
 
 ROOT = Path(knn_moe.__file__).parent
 
 # Each room may import only from rooms above it.
-ORDER = (
-    "errors similarity mixing provenance index.protocol index.exact index config gamma "
-    "reference routers experts intercept dense identity header card storage writer memory "
-    "optimise batches drain workspace build recall hooks attach "
-    "bench.models bench.build demo cli.common cli.empty cli"
-).split()
+ORDER = """
+    errors similarity mixing provenance index.protocol index.exact index config gamma
+    reference routers experts intercept dense identity header card storage writer memory
+    optimise batches drain workspace build recall hooks handle
+    bench.models bench.build demo cli.common cli.empty cli
+""".split()  # noqa: SIM905
 
 
 def room(module: str) -> int:
@@ -74,7 +76,10 @@ def test_public_names_are_those_meant() -> None:
         "find_routers",
         "load_examples",
     ]
+    assert dir(knn_moe) == sorted([*knn_moe.__all__, "__version__"])
     assert all(getattr(knn_moe, name).__module__.startswith("knn_moe.") for name in knn_moe.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'detach'"):
+        _ = knn_moe.detach
 
 
 def test_every_module_says_what_it_knows() -> None:

@@ -133,3 +133,26 @@ def test_device_may_be_named() -> None:
     keys, example, case = random_memory()
     on_cpu = estimate_gamma(keys, example, case, torch.device("cpu"))
     assert on_cpu == estimate_gamma(keys, example, case)
+
+
+def twice(keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Every key under two examples that are not one case."""
+    keys = torch.cat([keys, keys])
+    return keys, torch.arange(len(keys)) // 4, torch.arange(len(keys))
+
+
+def test_zero_distances_do_not_count_under_a_large_offset() -> None:
+    keys, example, case = twice(100 + torch.randn(40, 16))
+    assert estimate_gamma(keys, example, case) == pytest.approx(
+        loop_gamma(keys, example, case), rel=1e-3
+    )
+
+
+def test_zero_distances_do_not_count_when_multiplied_in_bf16(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gamma, "product", lambda x, keys: x.bfloat16().float() @ keys.float().T)
+    keys, example, case = twice(torch.randn(40, 256).bfloat16())
+    assert estimate_gamma(keys, example, case) == pytest.approx(
+        loop_gamma(keys, example, case), rel=1e-3
+    )

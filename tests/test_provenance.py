@@ -128,9 +128,6 @@ def test_hashes_of_long_windows_tell_one_early_token_apart() -> None:
     assert torch.equal(one, three)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a polynomial mod 2**64 collides on Thue-Morse words, whatever its base"
-)
 def test_hashes_tell_thue_morse_words_apart() -> None:
     word = [place.bit_count() % 2 for place in range(1024)]
     opposite = [1 - token for token in word]

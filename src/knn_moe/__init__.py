@@ -3,14 +3,20 @@
 >>> memory = build_memory(model, tokenizer, load_examples("ref.jsonl"), BuildConfig())
 >>> with attach(model, memory):
 ...     model.generate(**inputs)
+
+Names are imported when they are first used: `knn-moe --help` need not wait for torch.
 """
 
-from knn_moe.attach import attach
-from knn_moe.build import build_memory
-from knn_moe.config import BuildConfig, RoutingConfig
-from knn_moe.memory import RoutingMemory
-from knn_moe.reference import Example, load_examples
-from knn_moe.routers import find_routers
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from knn_moe.build import build_memory
+    from knn_moe.config import BuildConfig, RoutingConfig
+    from knn_moe.handle import attach
+    from knn_moe.memory import RoutingMemory
+    from knn_moe.reference import Example, load_examples
+    from knn_moe.routers import find_routers
 
 __all__ = [
     "BuildConfig",
@@ -23,3 +29,24 @@ __all__ = [
     "load_examples",
 ]
 __version__ = "0.1.0"
+
+_HOMES = {
+    "BuildConfig": "config",
+    "Example": "reference",
+    "RoutingConfig": "config",
+    "RoutingMemory": "memory",
+    "attach": "handle",
+    "build_memory": "build",
+    "find_routers": "routers",
+    "load_examples": "reference",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'knn_moe' has no attribute {name!r}")
+    return getattr(import_module(f"knn_moe.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

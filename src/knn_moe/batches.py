@@ -82,8 +82,8 @@ def _tensor(values: array.array[int], dtype: type[np.signedinteger[Any]]) -> Ten
 def plan_batches(lengths: Tensor, batch_tokens: int) -> Iterator[list[int]]:
     """Windows of like length together, so that padding is little and each batch is full.
 
-    Longest first: a batch that does not fit in memory fails at once. A window longer than
-    `batch_tokens` is a batch of its own.
+    Longest first within a pool: a batch that does not fit in memory fails early. A window longer
+    than `batch_tokens` is a batch of its own.
     """
     for start in range(0, len(lengths), _POOL):
         pool = lengths[start : start + _POOL]

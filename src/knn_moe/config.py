@@ -24,6 +24,7 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 
 _FROM_PRESET: Any = None
+_SMALLEST, _LARGEST = 1.2e-38, 3.4e38  # normal numbers of fp32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +53,7 @@ class BuildConfig:
         if self.tokens not in TOKENS:
             raise ConfigError(_unknown("tokens", self.tokens, TOKENS))
         for name, least in (("steps", 0), ("max_length", 2), ("batch_tokens", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}.")
+            _check_count(name, getattr(self, name), least)
         if not 0 < self.learning_rate < float("inf"):
             raise ConfigError(f"learning_rate must be positive, got {self.learning_rate}.")
 
@@ -77,18 +77,22 @@ class RoutingConfig:
     stats: bool = True  # count tokens whose experts changed, for `stats()`
 
     def __post_init__(self) -> None:
-        if self.k < 1:
-            raise ConfigError(f"k must be at least 1, got {self.k}.")
+        _check_count("k", self.k, 1)
         if self.similarity not in SIMILARITIES:
             raise ConfigError(_unknown("similarity", self.similarity, tuple(SIMILARITIES)))
         for name, value in (("gamma", self.gamma), ("gamma_scale", self.gamma_scale)):
-            if value is not None and not 0 < value < float("inf"):
-                raise ConfigError(f"{name} must be positive, got {value}.")
+            if value is not None and not _SMALLEST <= value <= _LARGEST:
+                raise ConfigError(f"{name} must be a positive fp32 number, got {value}.")
         if self.layers is not None:
             object.__setattr__(self, "layers", tuple(self.layers))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def _check_count(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name} must be a whole number of at least {least}, got {value}.")
 
 
 def _unknown(what: str, value: object, known: tuple[str, ...]) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 from knn_moe.index.exact import blocks, product, squared_distance
 
 _SAMPLE: Final = 1024  # keys whose nearest neighbour is looked up: all, or this many evenly spaced
-_ZERO: Final = 1e-6  # squared distances below this share of the norms are rounding, not distance
+_CANDIDATES: Final = 4  # nearest keys looked at, so that exact repeats can be passed over
 
 
 def estimate_gamma(
@@ -46,20 +46,22 @@ def _nearest_distances(
     """Each row's squared distance to its nearest admissible key, inf where there is none."""
     queries = keys[rows].to(device)
     centre = queries.float().mean(dim=0)
-    centred = queries.float() - centre
-    query_norm = centred.square().sum(dim=-1, keepdim=True)
-    shift = 2 * (centred @ centre)[:, None]  # (x - c)·(k - c) = (x - c)·k - (x - c)·c
-    best = torch.full((len(rows),), float("inf"), device=device)
-    nearest = torch.zeros(len(rows), dtype=torch.int64, device=device)
-    for start, stop in blocks(len(keys), max(len(rows), keys.shape[1]), device):
+    count = min(_CANDIDATES, len(keys))
+    best = torch.full((len(rows), count), float("inf"), device=device)
+    chosen = torch.zeros(len(rows), count, dtype=torch.int64, device=device)
+    held = 4 * max(len(rows), keys.shape[1])  # per key: scores, two comparisons and a copy
+    for start, stop in blocks(len(keys), held, device, least=count):
         block = keys[start:stop].to(device)
-        norm = squared_distance(block, centre)
-        distance = query_norm + norm + shift - 2 * product(centred, block)
-        barred = distance <= _ZERO * (query_norm + norm)
+        score = squared_distance(block, centre) - 2 * product(queries.float() - centre, block)
         for label in barred_if_equal:
-            barred |= label[rows, None].to(device) == label[start:stop].to(device)
-        distance, place = distance.masked_fill_(barred, float("inf")).min(dim=-1)
-        nearest = torch.where(distance < best, place + start, nearest)
-        best = torch.minimum(distance, best)
-    exact = squared_distance(queries, keys[nearest.to(keys.device)].to(device))
-    return torch.where(best.isfinite(), exact, best)
+            same = label[rows, None].to(device) == label[start:stop].to(device)
+            score.masked_fill_(same, float("inf"))
+        near, place = torch.topk(score, min(count, stop - start), dim=-1, largest=False)
+        # In place: small tensors kept between blocks would pin the memory the blocks free.
+        kept, order = torch.topk(torch.cat([best, near], dim=-1), count, dim=-1, largest=False)
+        chosen.copy_(torch.cat([chosen, place + start], dim=-1).gather(1, order))
+        best.copy_(kept)
+    chosen = chosen.to(keys.device)
+    distance = squared_distance(queries[:, None], keys[chosen].to(device))
+    admissible = best.isfinite() & (distance > 0)
+    return distance.masked_fill(~admissible, float("inf")).amin(dim=-1)

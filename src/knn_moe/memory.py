@@ -1,7 +1,7 @@
 """The artefact: what a model remembers of a reference set, per layer.
 
 Knows what a memory holds and whose it is. How it lies on disk is storage.py's, how it gets there
-is writer.py's, how it is used is attach.py's.
+is writer.py's, how it is used is handle.py's.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ Knows token ids and integers; nothing of text or models.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -70,13 +71,19 @@ class Provenance:
         tokens = self.stream.numpy().astype(np.uint64) + np.uint64(1)
         begin = self.begin.numpy()
         place = np.arange(len(tokens)) - np.repeat(begin[:-1], np.diff(begin))
-        longest = int(place.max(initial=0)) + 1
         with np.errstate(over="ignore"):
-            powers = np.cumprod(np.full(longest, 0x9E3779B97F4A7C15, dtype=np.uint64))
-            sums = np.cumsum(tokens * powers[place])
+            sums = np.cumsum(_scramble(tokens ^ _scramble(place.astype(np.uint64))))
             before = np.concatenate([[np.uint64(0)], sums])[begin[:-1]]
-            hashes = (sums - np.repeat(before, np.diff(begin))) ^ powers[place]
+            hashes = sums - np.repeat(before, np.diff(begin))
         return torch.from_numpy(hashes[self.key.numpy()].view(np.int64))
+
+
+def _scramble(x: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """SplitMix64's finaliser: every bit of the input reaches every bit of the output."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
 
 
 def concatenate(parts: list[Provenance]) -> Provenance:

@@ -37,25 +37,37 @@ class Example:
         if isinstance(item, str):
             return cls(completion=item)
         if isinstance(item, Mapping):
-            if isinstance(item.get("messages"), Sequence):
-                return cls.of(item["messages"])
-            if isinstance(item.get("prompt"), str) and isinstance(item.get("completion"), str):
-                return cls(item["prompt"], item["completion"])
-            if isinstance(item.get("text"), str):
-                return cls(completion=item["text"])
-            raise ReferenceSetError(f"needs {_FIELDS}; has {', '.join(map(repr, item)) or 'none'}")
-        if isinstance(item, Sequence) and item and all(_is_message(part) for part in item):
+            return cls._of_mapping(item)
+        if _is_chat(item):
             return cls(messages=tuple(item))  # type: ignore[arg-type]  # just checked
         raise ReferenceSetError(
             f"must be a text, a mapping with {_FIELDS}, or chat messages; got {type(item).__name__}"
         )
 
+    @classmethod
+    def _of_mapping(cls, item: Mapping[str, Any]) -> Example:
+        prompt, completion = item.get("prompt"), item.get("completion")
+        if _is_chat(item.get("messages")):
+            return cls(messages=tuple(item["messages"]))
+        if isinstance(prompt, str) and isinstance(completion, str):
+            return cls(prompt, completion)
+        if _is_chat(prompt) and _is_chat(completion):
+            return cls(messages=(*item["prompt"], *item["completion"]))
+        if isinstance(item.get("text"), str):
+            return cls(completion=item["text"])
+        found = ", ".join(f"{name!r} ({type(value).__name__})" for name, value in item.items())
+        raise ReferenceSetError(f"needs {_FIELDS}; has {found or 'nothing'}")
+
 
 ExampleLike: TypeAlias = Example | str | Mapping[str, Any] | Sequence[Any]
 
 
-def _is_message(part: object) -> bool:
-    return isinstance(part, Mapping) and "role" in part and "content" in part
+def _is_chat(item: object) -> bool:
+    return (
+        isinstance(item, Sequence)
+        and len(item) > 0
+        and all(isinstance(part, Mapping) and {"role", "content"} <= set(part) for part in item)
+    )
 
 
 def load_examples(source: str | Path | Iterable[ExampleLike]) -> list[Example]:
@@ -68,6 +80,10 @@ def iter_examples(source: str | Path | Iterable[ExampleLike]) -> Iterator[Exampl
     if isinstance(source, str | Path):
         yield from _from_file(Path(source))
         return
+    if isinstance(source, Mapping):
+        raise ReferenceSetError(
+            f"The reference set is a mapping of {', '.join(map(repr, source))}: choose one of them."
+        )
     for number, item in enumerate(source):
         try:
             yield Example.of(item)
@@ -136,7 +152,7 @@ def tokenise(example: Example, tokenizer: Any) -> Tokens:
     text = example.prompt + example.completion
     if not tokenizer.is_fast:
         ids = list(tokenizer(text)["input_ids"])
-        return Tokens(ids, min(len(tokenizer(example.prompt)["input_ids"]), len(ids)))
+        return Tokens(ids, _shared(ids, tokenizer(example.prompt)["input_ids"]))
     encoded = tokenizer(text, return_offsets_mapping=True)
     boundary = len(example.prompt)
     # A token that straddles the boundary helps to spell the completion. Special tokens span (0, 0).
@@ -153,12 +169,15 @@ def _tokenise_messages(messages: Sequence[Mapping[str, Any]], tokenizer: Any) ->
             "Give prompt and completion instead, or set tokenizer.chat_template."
         )
     ids = _apply_template(tokenizer, messages, generation=False)
-    start = 0
-    if messages[-1]["role"] == "assistant":
-        prompt = _apply_template(tokenizer, messages[:-1], generation=True)
-        shared = (a == b for a, b in zip(prompt, ids, strict=False))
-        start = next((place for place, same in enumerate(shared) if not same), len(prompt))
-    return Tokens(ids, min(start, len(ids)))
+    if messages[-1]["role"] != "assistant":
+        return Tokens(ids, len(ids))
+    return Tokens(ids, _shared(ids, _apply_template(tokenizer, messages[:-1], generation=True)))
+
+
+def _shared(ids: Sequence[int], prompt: Sequence[int]) -> int:
+    """How many tokens two sequences begin with together."""
+    pairs = zip(ids, prompt, strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(ids), len(prompt)))
 
 
 def _apply_template(
@@ -166,10 +185,15 @@ def _apply_template(
 ) -> list[int]:
     if not messages:
         return []
-    encoded = tokenizer.apply_chat_template(
-        [dict(message) for message in messages],
-        add_generation_prompt=generation,
-        tokenize=True,
-        return_dict=True,
-    )
+    from jinja2 import TemplateError
+
+    try:
+        encoded = tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            add_generation_prompt=generation,
+            tokenize=True,
+            return_dict=True,
+        )
+    except TemplateError as error:
+        raise ReferenceSetError(f"The chat template refused a conversation: {error}.") from None
     return list(encoded["input_ids"])

@@ -34,9 +34,10 @@ def cosine(squared_distance: Tensor, gamma: Tensor) -> Tensor:
 
 
 def unit(vectors: Tensor) -> Tensor:
-    """Scale to length one; the zero vector stays zero. Shapes: vectors [..., d] → the same.
+    """Scale to length one. Shapes: vectors [..., d] → the same.
 
-    Divides by the largest magnitude first: the square of a large finite entry overflows.
+    Divides by the largest magnitude first: the square of a large finite entry overflows. The zero
+    vector, which no normalised layer hands a router, stays zero.
     """
     wide = vectors.float()
     largest = wide.abs().amax(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)

@@ -51,7 +51,7 @@ def command(
     """
     from dataclasses import replace
 
-    from knn_moe.attach import attach
+    from knn_moe.handle import attach
     from knn_moe.memory import RoutingMemory
 
     opened = RoutingMemory.from_pretrained(memory) if memory is not None else None

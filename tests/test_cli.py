@@ -1,0 +1,255 @@
+"""The command line: what it prints, and how it says no."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from conftest import family, make_texts
+from knn_moe import BuildConfig, RoutingMemory, build_memory
+from knn_moe.bench.models import number_tokenizer
+from knn_moe.build import BuildProgress
+from knn_moe.cli.main import COMMANDS, main
+
+TEXTS = make_texts(20)
+
+
+def knn_moe(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def save_model(name: str, folder: Path) -> Path:
+    family(name).save_pretrained(folder)
+    number_tokenizer(128).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model("olmoe", tmp_path_factory.mktemp("models") / "olmoe")
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("reference") / "ref.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return path
+
+
+@pytest.fixture(scope="module")
+def memory(model: Path, reference: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("memories") / "memory"
+    result = knn_moe("build", model, reference, "-o", folder, "--learning-rate", 5)
+    assert result.exit_code == 0, result.output
+    return folder
+
+
+def test_help_opens_with_commands_one_can_run() -> None:
+    assert "knn-moe build" in knn_moe("--help").output.split("Options")[0]
+    for name in COMMANDS:
+        text = knn_moe(name, "--help").output
+        assert f"knn-moe {name} " in text.split("Options")[0].split("\n", 1)[1], name
+
+
+def test_help_needs_no_torch() -> None:
+    check = "import sys, knn_moe.cli.main; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
+
+
+def test_routers(model: Path) -> None:
+    shown = json.loads(knn_moe("routers", model, "--json").stdout)
+    assert [router["layer"] for router in shown] == [0, 1]
+    assert shown[0]["name"] == "model.layers.0.mlp.gate"
+    assert "2 routers" in knn_moe("routers", model).stdout
+
+
+def test_build_and_inspect(memory: Path, model: Path) -> None:
+    facts = json.loads(knn_moe("inspect", memory, "--json").stdout)
+    assert facts["cases"] == sum(len(text.split()) for text in TEXTS)
+    assert facts["examples"] == len(TEXTS)
+    assert facts["build"]["learning_rate"] == 5
+    assert facts["base_model"]["name"] == str(model)
+    assert len(facts["layers"]) == 2
+    shown = knn_moe("inspect", memory).stdout
+    assert "OlmoeForCausalLM" in shown
+    assert "typical distance" in shown
+
+
+def test_build_prints_json(model: Path, reference: Path, tmp_path: Path) -> None:
+    result = knn_moe("build", model, reference, "-o", tmp_path / "m", "--json", "--steps", 0)
+    assert json.loads(result.stdout)["layers"] == [0, 1]
+
+
+def test_generate(model: Path, memory: Path) -> None:
+    options = ("--memory", memory, "--max-new-tokens", 6)
+    answer = json.loads(
+        knn_moe("generate", model, TEXTS[0], *options, "--compare", "--json").stdout
+    )
+    bare = json.loads(knn_moe("generate", model, TEXTS[0], "--max-new-tokens", 6, "--json").stdout)
+    assert answer["without_memory"] == bare["text"]
+    assert len(answer["text"].split()) == 6
+    assert answer["text"] != bare["text"]
+    assert answer["layers"]["0"]["mean_confidence"] > 0.8  # it has read this very text
+    sampled = [
+        knn_moe("generate", model, TEXTS[0], *options, "--temperature", 1, "--seed", seed).stdout
+        for seed in (1, 1, 2)
+    ]
+    assert sampled[0] == sampled[1] != sampled[2]
+    assert "what the memory did" in sampled[0]
+
+
+def test_merge(memory: Path, tmp_path: Path) -> None:
+    result = knn_moe("merge", memory, memory, "-o", tmp_path / "both", "--json")
+    assert json.loads(result.stdout)["cases"] == 2 * len(RoutingMemory.from_pretrained(memory))
+
+
+def test_bench_prints_ratios() -> None:
+    options = ("--sequences", 6, "--length", 12, "--plain-sequences", 2, "--json")
+    rows = json.loads(knn_moe("bench", "build", *options).stdout)
+    assert [row["way"].split(",")[0] for row in rows] == [
+        "plain: one sequence at a time",
+        "model only",
+        "end to end",
+    ]
+    assert all(row["tokens_per_second"] > 0 for row in rows)
+
+
+def test_overwriting(model: Path, reference: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "memory"
+    build = ("build", model, reference, "-o", folder)
+    assert knn_moe(*build).exit_code == 0
+    assert_refused(knn_moe(*build), "exists already")
+    assert knn_moe(*build, "--overwrite", "--steps", 3).exit_code == 0
+    assert RoutingMemory.from_pretrained(folder).build.steps == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["memory"]
+
+
+def test_an_interrupted_build_is_resumed(model: Path, reference: Path, tmp_path: Path) -> None:
+    def interrupt(progress: BuildProgress) -> None:
+        if progress.tokens > 100:
+            raise KeyboardInterrupt
+
+    folder = tmp_path / "memory"
+    with pytest.raises(KeyboardInterrupt):
+        build_memory(
+            AutoModelForCausalLM.from_pretrained(model),
+            AutoTokenizer.from_pretrained(model),
+            reference,
+            BuildConfig(batch_tokens=16),
+            folder=folder,
+            on_progress=interrupt,
+        )
+    build = ("build", model, reference, "-o", folder, "--batch-tokens", 16)
+    assert_refused(knn_moe(*build), "--resume")
+    assert knn_moe(*build, "--resume").exit_code == 0
+    assert knn_moe("inspect", folder).exit_code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["memory"]
+
+
+def assert_refused(result: Result, *says: str) -> None:
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    message = result.stderr.strip().splitlines()
+    for words in says:
+        assert words in " ".join(message), result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def write(text: str) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        path = folder / "ref.jsonl"
+        path.write_text(text)
+        return path
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (write(""), "is empty"),
+        (write('{"text": "3 4"}\n{"text": 3 4}\n'), "line 2: not JSON"),
+        (write('{"question": "3 4"}\n'), "line 1: needs"),
+        (lambda folder: folder / "none.jsonl", "No reference file"),
+        (lambda folder: folder, "No reference file"),
+    ],
+)
+def test_a_bad_reference_file_is_told(
+    make: Callable[[Path], Path], says: str, model: Path, tmp_path: Path
+) -> None:
+    path = make(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    assert_refused(knn_moe("build", model, path, "-o", tmp_path / "memory"), says)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_no_such_model(reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    nowhere = tmp_path / "nowhere"
+    for arguments in (("routers", nowhere), ("build", nowhere, reference, "-o", tmp_path / "m")):
+        assert_refused(knn_moe(*arguments), "Cannot load a causal language model", "nowhere")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_without_routers(reference: Path, tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"vocab_size": 128, "hidden_size": 16, "intermediate_size": 16}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    LlamaForCausalLM(LlamaConfig(**shape, **heads)).save_pretrained(tmp_path / "llama")
+    number_tokenizer(128).save_pretrained(tmp_path / "llama")
+    assert_refused(knn_moe("routers", tmp_path / "llama"), "LlamaForCausalLM has no router")
+    build = knn_moe("build", tmp_path / "llama", reference, "-o", tmp_path / "memory")
+    assert_refused(build, "LlamaForCausalLM has no router")
+    assert not (tmp_path / "memory").exists()
+
+
+def test_a_model_that_outgrows_memory(
+    model: Path, reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("knn_moe.cli.common.available_memory", lambda: 1000)
+    build = knn_moe("build", model, reference, "-o", tmp_path / "memory")
+    assert_refused(build, "GB of weights", "Use a machine with more memory")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_models_memory(memory: Path, tmp_path: Path) -> None:
+    other = save_model("qwen3_moe", tmp_path / "other")
+    result = knn_moe("generate", other, "3 4 5", "--memory", memory)
+    assert_refused(result, "OlmoeForCausalLM", "Qwen3MoeForCausalLM")
+
+
+def test_a_truncated_memory(memory: Path, model: Path, tmp_path: Path) -> None:
+    RoutingMemory.from_pretrained(memory).save_pretrained(tmp_path / "broken")
+    path = tmp_path / "broken" / "layer-001.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    for arguments in (("inspect",), ("generate", model, "3 4", "--memory")):
+        assert_refused(knn_moe(*arguments, tmp_path / "broken"), "layer-001", "truncated")
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        (("--preset", "magic"), "Unknown preset 'magic'"),
+        (("--gradient", "steep"), "Unknown gradient"),
+        (("--learning-rate", -1), "learning_rate must be positive"),
+        (("--device", "abacus"), "abacus"),
+        (("--device", "cuda:77"), "cuda:77"),
+    ],
+)
+def test_bad_settings(
+    option: tuple[object, ...], says: str, model: Path, reference: Path, tmp_path: Path
+) -> None:
+    assert_refused(knn_moe("build", model, reference, "-o", tmp_path / "memory", *option), says)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_shape() -> None:
+    assert_refused(knn_moe("bench", "build", "--shape", "llama"), "Unknown shape", "olmoe-1b-7b")
