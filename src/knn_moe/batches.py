@@ -98,11 +98,15 @@ def plan_batches(lengths: Tensor, batch_tokens: int) -> Iterator[list[int]]:
 
 @dataclass(frozen=True)
 class Rows:
-    """Which rows of the memory a batch fills: `kept` [B·T] bool, and per window with any,
-    (first row in the memory, first row in the batch, rows)."""
+    """Which rows of the memory a batch fills: `kept` [B·T] bool, and runs of them as
+    (first row in the memory, first among the kept, how many)."""
 
     kept: Tensor
     spans: list[tuple[int, int, int]]
+
+    @property
+    def all_kept(self) -> bool:
+        return sum(count for _, _, count in self.spans) == len(self.kept)
 
 
 def make_batch(reference: ReferenceTokens, windows: list[int]) -> tuple[TokenBatch, Rows]:
@@ -111,7 +115,8 @@ def make_batch(reference: ReferenceTokens, windows: list[int]) -> tuple[TokenBat
     longest = max(int(begin[window + 1] - begin[window]) for window in windows)
     ids = torch.zeros(len(windows), longest, dtype=torch.int64)
     real, scored, kept = (torch.zeros(len(windows), longest, dtype=torch.bool) for _ in range(3))
-    spans, filled = [], 0
+    spans: list[tuple[int, int, int]] = []
+    filled = 0
     for line, window in enumerate(windows):
         part = slice(int(begin[window]), int(begin[window + 1]))
         length = part.stop - part.start
@@ -120,8 +125,11 @@ def make_batch(reference: ReferenceTokens, windows: list[int]) -> tuple[TokenBat
         scored[line, :length] = reference.scored[part]
         kept[line, :length] = reference.kept[part]
         count = int(reference.kept[part].sum())
-        if count:
-            row = int(torch.searchsorted(reference.provenance.key, part.start))
+        row = int(torch.searchsorted(reference.provenance.key, part.start))
+        if spans and sum(spans[-1][::2]) == row:
+            first, place, so_far = spans.pop()
+            spans.append((first, place, so_far + count))
+        elif count:
             spans.append((row, filled, count))
-            filled += count
+        filled += count
     return TokenBatch(ids, real, scored, not bool(real.all())), Rows(kept.flatten(), spans)

@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +25,8 @@ class Drain:
     def __init__(self, writer: MemoryWriter, key_dtype: torch.dtype) -> None:
         self.writer = writer
         self.key_dtype = key_dtype
-        self.pool = ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1))
+        self.pool = ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1))
+        self.buffers: dict[tuple[int, str], Tensor] = {}  # pinned; pinning anew costs more than use
         self.streams: dict[torch.device, torch.cuda.Stream] = {}
         self.pending: list[Future[None]] = []
         self.on_written: Callable[[], None] = lambda: None
@@ -38,10 +38,12 @@ class Drain:
         self.wait()
         self.on_written = on_written
         for layer, case in cases.items():
-            keys, keys_ready = self._to_host(case.inputs, rows.kept, self.key_dtype)
-            values, values_ready = self._to_host(case.logits, rows.kept, torch.float32)
-            arguments = (layer, keys, values, rows, (keys_ready, values_ready))
-            self.pending.append(self.pool.submit(self._write, *arguments))
+            parts = {
+                "keys": case.inputs.to(self.key_dtype),
+                "values": case.logits.float(),
+            }
+            hosts = {name: self._to_host((layer, name), part, rows) for name, part in parts.items()}
+            self.pending.append(self.pool.submit(self._write, layer, hosts, rows))
 
     def wait(self) -> None:
         for future in self.pending:
@@ -51,34 +53,39 @@ class Drain:
         self.pending = []
 
     def _write(
-        self, layer: int, keys: Tensor, values: Tensor, rows: Rows, ready: tuple[Any, ...]
+        self, layer: int, hosts: Mapping[str, tuple[Tensor, torch.cuda.Event | None]], rows: Rows
     ) -> None:
-        for event in ready:
-            if event is not None:
-                event.synchronize()
-        for row, start, count in rows.spans:
-            part = slice(start, start + count)
-            self.writer.write(layer, row, keys[part], values[part])
+        for name, (host, copied) in hosts.items():
+            if copied is not None:
+                copied.synchronize()
+            for row, start, count in rows.spans:
+                self.writer.write(layer, name, row, host[start : start + count])
 
     def _to_host(
-        self, tensor: Tensor, kept: Tensor, dtype: torch.dtype
+        self, place: tuple[int, str], tensor: Tensor, rows: Rows
     ) -> tuple[Tensor, torch.cuda.Event | None]:
         """The kept rows on the CPU, and the event after which they are there (None: already)."""
         if not tensor.is_cuda:
-            return tensor[kept].to(dtype), None
-        device = tensor.device
-        if not bool(kept.all()):
-            tensor = tensor[kept.to(device, non_blocking=True)]
-        tensor = tensor.to(dtype)
-        stream = self.streams.setdefault(device, torch.cuda.Stream(device))
-        host = torch.empty(tensor.shape, dtype=dtype, pin_memory=True)
-        stream.wait_stream(torch.cuda.current_stream(device))
+            return tensor[rows.kept], None
+        if not rows.all_kept:
+            tensor = tensor[rows.kept.to(tensor.device, non_blocking=True)]
+        host = self._buffer(place, tensor)
+        stream = self.streams.setdefault(tensor.device, torch.cuda.Stream(tensor.device))
+        stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(stream):
             host.copy_(tensor, non_blocking=True)
         tensor.record_stream(stream)
-        event = torch.cuda.Event()
-        event.record(stream)
-        return host, event
+        copied = torch.cuda.Event()
+        copied.record(stream)
+        return host, copied
+
+    def _buffer(self, place: tuple[int, str], like: Tensor) -> Tensor:
+        """Pinned memory for a tensor; free again, since the last batch has been written."""
+        buffer = self.buffers.get(place)
+        if buffer is None or len(buffer) < len(like):
+            buffer = torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+            self.buffers[place] = buffer
+        return buffer[: len(like)]
 
     def __enter__(self) -> Drain:
         return self

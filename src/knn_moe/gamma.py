@@ -49,9 +49,10 @@ def _nearest_distances(
     count = min(_CANDIDATES, len(keys))
     best = torch.full((len(rows), count), float("inf"), device=device)
     chosen = torch.zeros(len(rows), count, dtype=torch.int64, device=device)
+    staged = _Stage(device)
     held = 4 * max(len(rows), keys.shape[1])  # per key: scores, two comparisons and a copy
     for start, stop in blocks(len(keys), held, device, least=count):
-        block = keys[start:stop].to(device)
+        block = staged(keys[start:stop])
         score = squared_distance(block, centre) - 2 * product(queries.float() - centre, block)
         for label in barred_if_equal:
             same = label[rows, None].to(device) == label[start:stop].to(device)
@@ -65,3 +66,20 @@ def _nearest_distances(
     distance = squared_distance(queries[:, None], keys[chosen].to(device))
     admissible = best.isfinite() & (distance > 0)
     return distance.masked_fill(~admissible, float("inf")).amin(dim=-1)
+
+
+class _Stage:
+    """Brings blocks of a mapped file to a device; through pinned memory, which GPUs read fast."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.buffer: Tensor | None = None
+
+    def __call__(self, block: Tensor) -> Tensor:
+        if self.device.type != "cuda" or block.is_cuda:
+            return block.to(self.device)
+        if self.buffer is None:
+            self.buffer = torch.empty(block.shape, dtype=block.dtype, pin_memory=True)
+        pinned = self.buffer[: len(block)]
+        pinned.copy_(block)
+        return pinned.to(self.device)

@@ -164,9 +164,8 @@ def _write(
             for index, layer in memory.layers.items():
                 for start in range(0, len(memory), _ROWS):
                     part = slice(start, start + _ROWS)
-                    writer.write(
-                        index, row + start, layer.keys[part].cpu(), layer.values[part].cpu()
-                    )
+                    writer.write(index, "keys", row + start, layer.keys[part].cpu())
+                    writer.write(index, "values", row + start, layer.values[part].cpu())
             row += len(memory)
         writer.finish(memories[0].header, folder, gammas=gammas, overwrite=overwrite)
     except BaseException:

@@ -56,10 +56,9 @@ class MemoryWriter:
             for index, shape in layers.items()
         }
 
-    def write(self, layer: int, row: int, keys: Tensor, values: Tensor) -> None:
-        """Cases `row`, `row + 1`, … of one layer. Shapes: keys [n, d]; values [n, N]."""
-        self.files[layer].write("keys", row, keys)
-        self.files[layer].write("values", row, values)
+    def write(self, layer: int, name: str, row: int, rows: Tensor) -> None:
+        """Cases `row`, `row + 1`, … of a layer's "keys" or "values". Shapes: rows [n, d or N]."""
+        self.files[layer].write(name, row, rows)
 
     def close(self) -> None:
         for file in self.files.values():
@@ -108,6 +107,6 @@ class MemoryWriter:
             return estimate_gamma(keys, example, case, device)
 
         # On a CPU one layer at a time keeps every core busy; a GPU waits for its keys to arrive.
-        workers = 4 if device is not None and device.type == "cuda" else 1
+        workers = 8 if device is not None and device.type == "cuda" else 1
         with ThreadPoolExecutor(max_workers=workers) as pool:
             return dict(zip(layers, pool.map(gamma, layers), strict=True))
