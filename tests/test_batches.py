@@ -135,19 +135,23 @@ def test_a_batch_is_padded_on_the_right(tokenizer: Any) -> None:
     assert batch.real.tolist() == [[True, False, False], [True, True, True]]
     assert batch.scored.tolist() == [[False, False, False], [True, True, False]]
     assert batch.padded
-    assert rows.kept.tolist() == [True, False, False, True, True, True]
+    assert rows.kept is not None
+    assert rows.kept.tolist() == [0, 3, 4, 5]
     assert rows.spans == [(3, 0, 1), (0, 1, 3)]
 
 
 def test_windows_of_one_length_are_not_padded(tokenizer: Any) -> None:
-    batch, _ = make_batch(read(tokenizer, ["11 12", "21 22"]), [0, 1])
+    batch, rows = make_batch(read(tokenizer, ["11 12", "21 22"]), [0, 1])
     assert not batch.padded
+    assert rows.kept is None
+    assert rows.spans == [(0, 0, 4)]  # rows that follow one another are one run
 
 
 def test_a_window_without_cases_has_no_span(tokenizer: Any) -> None:
     items = [{"prompt": "11 12", "completion": ""}, {"prompt": "21", "completion": " 22"}]
     _, rows = make_batch(read(tokenizer, items, "completion"), [0, 1])
-    assert rows.kept.tolist() == [False, False, True, False]
+    assert rows.kept is not None
+    assert rows.kept.tolist() == [2]
     assert rows.spans == [(0, 0, 1)]
 
 
@@ -163,7 +167,8 @@ def test_batches_fill_every_row_with_its_own_token(
     scored = 0
     for windows in plan_batches(reference.lengths, batch_tokens):
         batch, rows = make_batch(reference, windows)
-        kept = batch.ids.flatten()[rows.kept]
+        flat = batch.ids.flatten()
+        kept = flat if rows.kept is None else flat[rows.kept]
         scored += int(batch.scored.sum())
         assert sum(count for *_, count in rows.spans) == len(kept)
         for row, first, count in rows.spans:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import cached_property
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -19,8 +20,18 @@ from knn_moe.errors import ReferenceSetError
 from knn_moe.optimise import TokenBatch
 from knn_moe.provenance import Provenance
 from knn_moe.reference import Example, tokenise
+from knn_moe.storage import Span
 
 _POOL: Final = 4096  # windows sorted by length at a time
+
+
+class Bounds(NamedTuple):
+    """A window: where its tokens begin, how many; where its rows begin, how many."""
+
+    start: int
+    length: int
+    row: int
+    rows: int
 
 
 @dataclass(frozen=True)
@@ -37,6 +48,14 @@ class ReferenceTokens:
     @property
     def lengths(self) -> Tensor:
         return self.provenance.begin.diff()
+
+    @cached_property
+    def bounds(self) -> list[Bounds]:
+        """Each window's tokens in the stream and rows in the memory."""
+        begin = self.provenance.begin
+        rows = torch.cat([torch.zeros(1, dtype=torch.int64), self.kept.cumsum(0)])[begin]
+        columns = (begin[:-1], begin.diff(), rows[:-1], rows.diff())
+        return [Bounds(*row) for row in torch.stack(columns, dim=1).tolist()]
 
 
 def read_tokens(
@@ -98,38 +117,38 @@ def plan_batches(lengths: Tensor, batch_tokens: int) -> Iterator[list[int]]:
 
 @dataclass(frozen=True)
 class Rows:
-    """Which rows of the memory a batch fills: `kept` [B·T] bool, and runs of them as
-    (first row in the memory, first among the kept, how many)."""
+    """Which rows of the memory a batch fills: the `kept` of its B·T tokens (None: all), as places
+    [n] int64, and runs of them as (first row in the memory, first among the kept, how many)."""
 
-    kept: Tensor
-    spans: list[tuple[int, int, int]]
-
-    @property
-    def all_kept(self) -> bool:
-        return sum(count for _, _, count in self.spans) == len(self.kept)
+    kept: Tensor | None
+    spans: list[Span]
 
 
 def make_batch(reference: ReferenceTokens, windows: list[int]) -> tuple[TokenBatch, Rows]:
     """The tokens of `windows`, right-padded, and the rows their cases will fill."""
-    begin = reference.provenance.begin
-    longest = max(int(begin[window + 1] - begin[window]) for window in windows)
+    longest = max(reference.bounds[window].length for window in windows)
     ids = torch.zeros(len(windows), longest, dtype=torch.int64)
     real, scored, kept = (torch.zeros(len(windows), longest, dtype=torch.bool) for _ in range(3))
-    spans: list[tuple[int, int, int]] = []
-    filled = 0
     for line, window in enumerate(windows):
-        part = slice(int(begin[window]), int(begin[window + 1]))
-        length = part.stop - part.start
+        start, length, *_ = reference.bounds[window]
+        part = slice(start, start + length)
         ids[line, :length] = reference.provenance.stream[part]
         real[line, :length] = True
         scored[line, :length] = reference.scored[part]
         kept[line, :length] = reference.kept[part]
-        count = int(reference.kept[part].sum())
-        row = int(torch.searchsorted(reference.provenance.key, part.start))
-        if spans and sum(spans[-1][::2]) == row:
-            first, place, so_far = spans.pop()
-            spans.append((first, place, so_far + count))
-        elif count:
-            spans.append((row, filled, count))
-        filled += count
-    return TokenBatch(ids, real, scored, not bool(real.all())), Rows(kept.flatten(), spans)
+    places = None if bool(kept.all()) else kept.flatten().nonzero().flatten()
+    batch = TokenBatch(ids, real, scored, not bool(real.all()))
+    return batch, Rows(places, _spans([reference.bounds[window] for window in windows]))
+
+
+def _spans(bounds: list[Bounds]) -> list[Span]:
+    """Where each window's rows go; those that follow one another in the memory are one run."""
+    spans: list[Span] = []
+    filled = 0
+    for bound in bounds:
+        if spans and spans[-1].row + spans[-1].rows == bound.row:
+            spans[-1] = spans[-1]._replace(rows=spans[-1].rows + bound.rows)
+        elif bound.rows:
+            spans.append(Span(bound.row, filled, bound.rows))
+        filled += bound.rows
+    return spans

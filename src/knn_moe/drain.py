@@ -25,7 +25,7 @@ class Drain:
     def __init__(self, writer: MemoryWriter, key_dtype: torch.dtype) -> None:
         self.writer = writer
         self.key_dtype = key_dtype
-        self.pool = ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1))
+        self.pool = ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1))
         self.buffers: dict[tuple[int, str], Tensor] = {}  # pinned; pinning anew costs more than use
         self.streams: dict[torch.device, torch.cuda.Stream] = {}
         self.pending: list[Future[None]] = []
@@ -58,17 +58,16 @@ class Drain:
         for name, (host, copied) in hosts.items():
             if copied is not None:
                 copied.synchronize()
-            for row, start, count in rows.spans:
-                self.writer.write(layer, name, row, host[start : start + count])
+            self.writer.write(layer, name, host, rows.spans)
 
     def _to_host(
         self, place: tuple[int, str], tensor: Tensor, rows: Rows
     ) -> tuple[Tensor, torch.cuda.Event | None]:
         """The kept rows on the CPU, and the event after which they are there (None: already)."""
-        if not tensor.is_cuda:
-            return tensor[rows.kept], None
-        if not rows.all_kept:
+        if rows.kept is not None:
             tensor = tensor[rows.kept.to(tensor.device, non_blocking=True)]
+        if not tensor.is_cuda:
+            return tensor, None
         host = self._buffer(place, tensor)
         stream = self.streams.setdefault(tensor.device, torch.cuda.Stream(tensor.device))
         stream.wait_stream(torch.cuda.current_stream(tensor.device))

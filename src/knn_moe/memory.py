@@ -164,8 +164,9 @@ def _write(
             for index, layer in memory.layers.items():
                 for start in range(0, len(memory), _ROWS):
                     part = slice(start, start + _ROWS)
-                    writer.write(index, "keys", row + start, layer.keys[part].cpu())
-                    writer.write(index, "values", row + start, layer.values[part].cpu())
+                    span = storage.Span(row + start, 0, len(layer.keys[part]))
+                    writer.write(index, "keys", layer.keys[part].cpu(), [span])
+                    writer.write(index, "values", layer.values[part].cpu(), [span])
             row += len(memory)
         writer.finish(memories[0].header, folder, gammas=gammas, overwrite=overwrite)
     except BaseException:

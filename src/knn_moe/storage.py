@@ -16,10 +16,10 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,6 +62,14 @@ class TensorPlan:
         return self.shape[0] * self.row_bytes
 
 
+class Span(NamedTuple):
+    """A run of rows: its first row in the file, its first row in what is written, how many."""
+
+    row: int
+    start: int
+    rows: int
+
+
 class StreamedFile:
     """A safetensors file of known size whose rows arrive in any order, from any thread."""
 
@@ -87,13 +95,19 @@ class StreamedFile:
             os.ftruncate(self._descriptor, self.size)
             os.pwrite(self._descriptor, header, 0)
 
-    def write(self, name: str, row: int, rows: Tensor) -> None:
-        """Put `rows` at `row`. Shapes: rows [n, ...], on the CPU."""
+    def write(self, name: str, rows: Tensor, spans: Iterable[Span]) -> None:
+        """Put runs of `rows` in their places. Shapes: rows [n, ...], on the CPU.
+
+        The interpreter's lock is held for an instant per run: a GPU is kept busy meanwhile.
+        """
         data = memoryview(rows.contiguous().view(torch.uint8).numpy().data).cast("B")
-        place = self._begin[name] + row * self.tensors[name].row_bytes
-        while data:
-            written = os.pwrite(self._descriptor, data, place)
-            data, place = data[written:], place + written
+        size = self.tensors[name].row_bytes
+        for row, start, count in spans:
+            part = data[start * size : (start + count) * size]
+            place = self._begin[name] + row * size
+            while part:
+                written = os.pwrite(self._descriptor, part, place)
+                part, place = part[written:], place + written
 
     def close(self) -> None:
         os.close(self._descriptor)
@@ -107,7 +121,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         for name, value in tensors.items():
             step = max(_CHUNK // max(plans[name].row_bytes, 1), 1)
             for start in range(0, len(value), step):
-                file.write(name, start, value[start : start + step].cpu())
+                rows = value[start : start + step].cpu()
+                file.write(name, rows, [Span(start, 0, len(rows))])
     finally:
         file.close()
 

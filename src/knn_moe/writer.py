@@ -6,7 +6,7 @@ each row goes to its place in a file of known size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,9 +56,9 @@ class MemoryWriter:
             for index, shape in layers.items()
         }
 
-    def write(self, layer: int, name: str, row: int, rows: Tensor) -> None:
-        """Cases `row`, `row + 1`, … of a layer's "keys" or "values". Shapes: rows [n, d or N]."""
-        self.files[layer].write(name, row, rows)
+    def write(self, layer: int, name: str, rows: Tensor, spans: Iterable[storage.Span]) -> None:
+        """Runs of a layer's "keys" or "values". Shapes: rows [n, d or N], on the CPU."""
+        self.files[layer].write(name, rows, spans)
 
     def close(self) -> None:
         for file in self.files.values():
