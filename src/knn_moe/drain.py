@@ -29,6 +29,7 @@ class Drain:
         self.buffers: dict[tuple[int, str], Tensor] = {}  # pinned; pinning anew costs more than use
         self.streams: dict[torch.device, torch.cuda.Stream] = {}
         self.pending: list[Future[None]] = []
+        self.copying: list[Tensor] = []
         self.on_written: Callable[[], None] = lambda: None
 
     def submit(
@@ -51,6 +52,7 @@ class Drain:
         if self.pending:
             self.on_written()
         self.pending = []
+        self.copying = []
 
     def _write(
         self, layer: int, hosts: Mapping[str, tuple[Tensor, torch.cuda.Event | None]], rows: Rows
@@ -73,7 +75,7 @@ class Drain:
         stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(stream):
             host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(stream)
+        self.copying.append(tensor)  # its memory may be used again once `wait` has returned
         copied = torch.cuda.Event()
         copied.record(stream)
         return host, copied
