@@ -30,6 +30,14 @@ def folder(built: RoutingMemory, tmp_path: Path) -> Path:
     return tmp_path / "memory"
 
 
+@pytest.fixture
+def offline_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The hub's cache as it lies on disk, and no network."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
 def assert_same(one: RoutingMemory, other: RoutingMemory) -> None:
     assert one.header == other.header
     assert list(one.layers) == list(other.layers)
@@ -158,8 +166,17 @@ def test_a_memory_that_is_not_whole_is_refused(
     assert name in str(error.value) or "is no memory" in str(error.value)
 
 
-def test_neither_a_folder_nor_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def test_a_hub_id_opens_the_hubs_copy(
+    built: RoutingMemory, tmp_path: Path, offline_hub: Path
+) -> None:
+    repository = offline_hub / "models--me--memory"
+    built.save_pretrained(repository / "snapshots" / "abc123")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc123")
+    assert_same(RoutingMemory.from_pretrained("me/memory"), built)
+
+
+def test_neither_a_folder_nor_on_the_hub(offline_hub: Path) -> None:
     with pytest.raises(MemoryFormatError, match="No memory at 'nobody/nothing'"):
         RoutingMemory.from_pretrained("nobody/nothing")
 
