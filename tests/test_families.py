@@ -120,7 +120,8 @@ def test_dense_gradients_reach_experts_that_were_not_chosen(family: Family) -> N
     routers = find_routers(model)
     start = BuildConfig(steps=0)
     dense = BuildConfig(steps=1, learning_rate=1.0, gradient="dense")
-    if family.name in NO_DENSE_GRADIENT:
+    # A router that is a bare linear map (Jamba up to transformers 5.17) chooses in its block, too.
+    if family.name in NO_DENSE_GRADIENT or type(routers[0].module) is torch.nn.Linear:
         with frozen(model), pytest.raises(UnsupportedModelError, match="gradient='sparse'"):
             optimise_routing(model, routers, batch, dense)
         return

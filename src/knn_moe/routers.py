@@ -102,7 +102,7 @@ def _records(recorder: Any, name: str, module: nn.Module) -> bool:
 
 def _descend(name: str, module: nn.Module) -> tuple[str, nn.Module]:
     for child in _ROUTER_NAMES:
-        if not _has_weight(module) and hasattr(module, child):
+        if hasattr(module, "experts") and hasattr(module, child):
             return f"{name}.{child}", getattr(module, child)
     return name, module
 
