@@ -46,7 +46,7 @@ $(OLD)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 test-oldest: $(OLD)/.installed  ## the tests that touch transformers, on 5.17
-	$(OLD)/bin/python -m pytest tests/test_families.py tests/test_routers.py tests/test_attach.py tests/test_proof.py
+	$(OLD)/bin/python -m pytest tests/test_families.py tests/test_routers.py tests/test_attach.py tests/test_attach_errors.py tests/test_proof.py
 
 clean:  ## remove what make made
 	rm -rf $(VENV) $(OLD) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from families import FAMILIES
+from knn_moe import BuildConfig, RoutingMemory, build_memory
 from knn_moe.bench.models import number_tokenizer
 
 VOCABULARY = 128
+BUILD = BuildConfig(learning_rate=5.0, batch_tokens=64)
 
 
 @pytest.fixture(autouse=True)
@@ -45,3 +47,24 @@ def make_texts(count: int, seed: int = 0, shortest: int = 4, longest: int = 24) 
 
 def encode(tokenizer: Callable[..., dict[str, list[int]]], text: str) -> torch.Tensor:
     return torch.tensor([tokenizer(text)["input_ids"]])
+
+
+TEXTS = make_texts(12)
+
+
+@pytest.fixture(scope="session")
+def memory(tokenizer: object) -> RoutingMemory:
+    """Of TEXTS, for the OLMoE of the zoo."""
+    return build_memory(family("olmoe"), tokenizer, TEXTS, BUILD)
+
+
+@pytest.fixture
+def prompt(tokenizer: Callable[..., dict[str, list[int]]]) -> torch.Tensor:
+    return encode(tokenizer, make_texts(1, seed=5, shortest=9, longest=9)[0])
+
+
+@pytest.fixture
+def compiled_state() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()

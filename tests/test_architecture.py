@@ -18,7 +18,7 @@ ORDER = """
     errors similarity mixing provenance index.protocol index.exact index config gamma
     reference routers experts intercept dense identity header card storage writer memory
     optimise batches drain workspace build recall hooks handle
-    bench.models bench.build demo cli.common cli.empty cli
+    bench.models bench.build demo cli.common cli
 """.split()  # noqa: SIM905
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -94,9 +93,26 @@ def load_model(name: str, device_name: str | None, dtype: str) -> tuple[Any, Any
     except torch.OutOfMemoryError:
         raise ModelTooLargeError(f"{name!r} does not fit on {device}.") from None
     except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        raise ModelError(f"Cannot load a causal language model from {name!r}: {reason}") from None
+        raise _cannot_load(name, error) from None
     return model, tokenizer
+
+
+def load_structure(name: str) -> Any:
+    """The same model without its weights, on the meta device."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(name)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    except (OSError, ValueError, KeyError) as error:
+        raise _cannot_load(name, error) from None
+
+
+def _cannot_load(name: str, error: Exception) -> ModelError:
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+    return ModelError(f"Cannot load a causal language model from {name!r}: {reason}")
 
 
 def _require_room(name: str, device: Any) -> None:
@@ -145,7 +161,3 @@ def progress_bar(description: str) -> Iterator[Callable[[int, int, str], None]]:
             bar.update(task, completed=done, total=total, note=note)
 
         yield update
-
-
-def remove_folder(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)

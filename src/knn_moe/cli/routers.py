@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from knn_moe.cli.common import json_option, print_json, print_table
+from knn_moe.cli.common import json_option, load_structure, print_json, print_table
 
 
 @click.command(name="routers")
@@ -19,10 +19,9 @@ def command(model: str, as_json: bool) -> None:
 
     Only the config is read; no weights are loaded.
     """
-    from knn_moe.cli.empty import empty_model
     from knn_moe.routers import find_routers
 
-    found = find_routers(empty_model(model))
+    found = find_routers(load_structure(model))
     fields = ("layer", "name", "num_experts", "top_k", "hidden_size")
     rows = [[getattr(router, field) for field in fields] for router in found]
     if as_json:
