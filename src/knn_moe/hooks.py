@@ -92,7 +92,7 @@ class RecallHook(RouterHook):
             unmixed = self._unmixed(module, args, kwargs, logits)
             before = chosen_experts(self.router, unmixed, logits)
             changed = (before != chosen_experts(self.router, output, mixed)).any(dim=-1)
-        self.counts.add(confidence, changed, self.mask.real(len(confidence)))
+        self.counts.add(confidence, changed, self.mask.real(confidence))
         if not torch.compiler.is_compiling():
             self.called = True
 
@@ -150,11 +150,11 @@ class TokenMask:
     def ran(self) -> bool:
         return int(self.counts.calls) > 0
 
-    def real(self, tokens: int) -> Tensor | None:
-        """[T] bool, or None where nothing is known of padding."""
-        if self.mask is None or self.mask.numel() != tokens:
+    def real(self, like: Tensor) -> Tensor | None:
+        """[T] bool on the device of `like` [T], or None where nothing is known of padding."""
+        if self.mask is None or self.mask.numel() != len(like):
             return None
-        return self.mask.flatten().to(self.counts.calls.device)
+        return self.mask.flatten().to(like.device)
 
 
 def _stack_of(model: nn.Module, routers: list[Router]) -> nn.Module:
