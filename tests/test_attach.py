@@ -205,9 +205,12 @@ def test_a_compiled_model_does_not_recompile_at_each_call(
 
     compiled = torch.compile(model, backend=count, fullgraph=True)
     with attach(model, memory), torch.no_grad():
-        for _ in range(4):
+        for _ in range(3):
             compiled(prompt, use_cache=False)
-    assert len(compilations) == 1
+        assert len(compilations) == 1
+        for length in range(12, 24):
+            compiled(torch.randint(3, 128, (1, length)), use_cache=False)
+    assert len(compilations) == 2  # one for this length, one for any
 
 
 def test_a_peft_model(memory: RoutingMemory, prompt: torch.Tensor) -> None:
@@ -271,6 +274,38 @@ def test_offloaded_by_device_map(
         )
 
 
+def test_building_on_an_offloaded_model(tmp_path: Path, tokenizer: object) -> None:
+    family("olmoe").save_pretrained(tmp_path / "model")
+    places = {"model.layers.1": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
+    offloaded = {"model.embed_tokens": "disk", "model.layers.0": "disk", "lm_head": "disk"}
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", device_map={**places, **offloaded}, offload_folder=tmp_path / "offload"
+    )
+    built = build_memory(model, tokenizer, TEXTS, BUILD)
+    whole = build_memory(family("olmoe"), tokenizer, TEXTS, BUILD)
+    torch.testing.assert_close(built.layers[1].values, whole.layers[1].values)
+    assert built.base_model.fingerprint == whole.base_model.fingerprint
+
+
+def test_several_threads_at_once(
+    model: PreTrainedModel, memory: RoutingMemory, prompt: torch.Tensor
+) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    from torch.overrides import _len_torch_function_stack
+
+    def run(_: int) -> tuple[torch.Tensor, int]:
+        with torch.no_grad():
+            logits = model(prompt, use_cache=False).logits
+        return logits, _len_torch_function_stack()
+
+    with attach(model, memory, RoutingConfig(k=2)), ThreadPoolExecutor(4) as pool:
+        expected, _ = run(0)
+        for logits, modes in pool.map(run, range(40)):
+            torch.testing.assert_close(logits, expected)
+            assert modes == 0
+
+
 def test_chosen_layers_only(
     model: PreTrainedModel, memory: RoutingMemory, prompt: torch.Tensor
 ) -> None:
@@ -281,6 +316,10 @@ def test_chosen_layers_only(
     assert not torch.equal(mixed[1], base[1])
     with pytest.raises(ConfigError, match=r"no layer 7\. It has: \[0, 1\]"):
         attach(model, memory, RoutingConfig(layers=(7,)))
+    assert RoutingConfig(layers=(1, 1)).layers == (1,)
+    for wrong in ((), 5, ("one",)):
+        with pytest.raises(ConfigError, match="layers must name layers by number"):
+            RoutingConfig(layers=wrong)
 
 
 @pytest.mark.parametrize("similarity", ["rbf", "rbf-unit", "cosine"])

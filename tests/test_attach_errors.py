@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from conftest import BUILD, TEXTS, family
-from knn_moe import RoutingMemory, attach, build_memory, find_routers
+from knn_moe import RoutingConfig, RoutingMemory, attach, build_memory, find_routers
 from knn_moe.errors import (
     AttachError,
     MemoryMismatchError,
@@ -20,8 +20,10 @@ from knn_moe.errors import (
 
 
 def test_attaching_twice_is_refused(model: PreTrainedModel, memory: RoutingMemory) -> None:
-    with attach(model, memory), pytest.raises(AttachError, match="Detach it first"):
-        attach(model, memory)
+    with attach(model, memory, RoutingConfig(layers=(0,))):
+        for layers in ((0,), (1,), None):
+            with pytest.raises(AttachError, match="Detach it first"):
+                attach(model, memory, RoutingConfig(layers=layers))
     with attach(model, memory):
         pass
 
@@ -72,6 +74,16 @@ def test_another_models_memory_is_refused_by_name(memory: RoutingMemory) -> None
         pass
     with pytest.raises(MemoryMismatchError, match=r"32 → 8 .* 32 → 12"):
         attach(family("longcat_flash"), memory, force=True)
+
+
+@pytest.mark.parametrize(("name", "target"), [("hunyuan_v1_moe", "wg"), ("llama4_text", "router")])
+def test_an_adapter_on_a_routers_linear_map_is_refused(name: str, target: str) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    wrapped = get_peft_model(family(name), LoraConfig(r=4, target_modules=[target]))
+    with pytest.raises(UnsupportedModelError, match="Merge it first"):
+        find_routers(wrapped)
+    assert len(find_routers(wrapped.merge_and_unload())) == len(find_routers(family(name)))
 
 
 class GoesAround(nn.Module):

@@ -14,14 +14,23 @@ import torch
 from transformers import PreTrainedModel
 
 from conftest import family, make_texts
-from knn_moe import BuildConfig, Example, RoutingConfig, build_memory
+from families import FAMILIES
+from knn_moe import BuildConfig, Example, RoutingConfig, RoutingMemory, attach, build_memory
+from knn_moe.bench.models import number_tokenizer
 from knn_moe.build import BuildProgress
 from knn_moe.config import PRESETS
-from knn_moe.errors import BuildError, ModelTooLargeError, UnsupportedModelError
+from knn_moe.errors import (
+    BuildError,
+    ModelTooLargeError,
+    ReferenceSetError,
+    UnsupportedModelError,
+)
 from knn_moe.experts import fast_experts, grouped_experts
+from knn_moe.optimise import optimise_routing
 from knn_moe.workspace import partial_folder
 
 TEXTS = make_texts(14)
+OWN_EXPERTS = {"llama4_text", "dbrx", "jetmoe", "longcat_flash"}  # not to be set
 
 
 def test_the_papers_preset(model: PreTrainedModel, tokenizer: object) -> None:
@@ -70,6 +79,14 @@ def test_completion_tokens_only(model: PreTrainedModel, tokenizer: object) -> No
     torch.testing.assert_close(memory.layers[0].keys, everything.layers[0].keys[[2, 3, 6, 7, 8]])
 
 
+def test_a_batch_of_prompts_alone_fills_no_rows(model: PreTrainedModel, tokenizer: object) -> None:
+    examples = [Example("3 4 5 6 7 8 9 10 ", "11 12"), Example("3 4 ", "5")]
+    config = BuildConfig(tokens="completion", max_length=4, batch_tokens=4)
+    memory = build_memory(model, tokenizer, examples, config)
+    # Windows 3-6, 7-10, 11-12: a completion's first token needs its prompt in the same window.
+    assert memory.provenance.token.tolist() == [11, 4]
+
+
 def test_long_texts_are_cut_into_windows(model: PreTrainedModel, tokenizer: object) -> None:
     text = make_texts(1, seed=2, shortest=25, longest=25)[0]
     memory = build_memory(model, tokenizer, [text, "3 4"], BuildConfig(max_length=10))
@@ -93,6 +110,43 @@ def test_the_model_is_left_as_it_was(model: PreTrainedModel, tokenizer: object) 
     assert all(p.grad is None for p in model.parameters())
     assert all(torch.equal(model.state_dict()[name], value) for name, value in state.items())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_it_builds_whatever_mode_it_is_called_in(model: PreTrainedModel, tokenizer: object) -> None:
+    expected = build_memory(model, tokenizer, TEXTS).layers[0].values
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            built = build_memory(model, tokenizer, TEXTS)
+        assert torch.equal(built.layers[0].values, expected)
+
+
+def test_building_on_an_attached_model_is_refused(
+    model: PreTrainedModel, tokenizer: object, memory: RoutingMemory
+) -> None:
+    with attach(model, memory), pytest.raises(BuildError, match="detach it"):
+        build_memory(model, tokenizer, TEXTS)
+
+
+def test_logits_that_are_not_finite_are_told(model: PreTrainedModel, tokenizer: object) -> None:
+    with pytest.raises(BuildError, match=r"not finite\. Lower the learning rate"):
+        build_memory(model, tokenizer, TEXTS, BuildConfig(learning_rate=3e38, steps=2))
+
+
+def test_a_tokenizer_of_another_model_is_told(model: PreTrainedModel) -> None:
+    with pytest.raises(ReferenceSetError, match="token 500, and the model knows 128"):
+        build_memory(model, number_tokenizer(1000), ["3 500"])
+
+
+def test_a_compiled_model_is_built_on_all_the_same(
+    model: PreTrainedModel, tokenizer: object, compiled_state: None
+) -> None:
+    expected = build_memory(model, tokenizer, TEXTS)
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        compiled(torch.tensor([[3, 4, 5]]), use_cache=False)
+    built = build_memory(compiled, tokenizer, TEXTS)
+    assert built.base_model == expected.base_model
+    torch.testing.assert_close(built.layers[1].values, expected.layers[1].values)
 
 
 def test_progress_reaches_every_token(model: PreTrainedModel, tokenizer: object) -> None:
@@ -181,6 +235,44 @@ def test_after_a_kill_it_goes_on_and_gives_the_same_memory(
     assert not partial_folder(folder).exists()
 
 
+def test_a_failure_keeps_all_that_was_computed(
+    model: PreTrainedModel, tokenizer: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from knn_moe import build
+
+    calls = []
+
+    def fail_at_fifth(*arguments: object) -> object:
+        calls.append(arguments)
+        if len(calls) == 5:
+            raise ZeroDivisionError
+        return optimise_routing(*arguments)
+
+    monkeypatch.setattr(build, "optimise_routing", fail_at_fifth)
+    with pytest.raises(ZeroDivisionError):
+        build_memory(model, tokenizer, TEXTS, BuildConfig(batch_tokens=40), folder=tmp_path / "m")
+    assert (partial_folder(tmp_path / "m") / "journal.txt").read_text() == "0\n1\n2\n3\n"
+
+
+def test_half_a_line_in_the_journal_does_not_count(
+    model: PreTrainedModel, tokenizer: object, tmp_path: Path
+) -> None:
+    def stop(progress: BuildProgress) -> None:
+        if progress.tokens > 100:
+            raise KeyboardInterrupt
+
+    folder, config = tmp_path / "memory", BuildConfig(batch_tokens=40)
+    with pytest.raises(KeyboardInterrupt):
+        build_memory(model, tokenizer, TEXTS, config, folder=folder, on_progress=stop)
+    with (partial_folder(folder) / "journal.txt").open("a") as journal:
+        journal.write("1")  # of "12", say
+    with pytest.raises(KeyboardInterrupt):
+        build_memory(model, tokenizer, TEXTS, config, folder=folder, on_progress=stop)
+    resumed = build_memory(model, tokenizer, TEXTS, config, folder=folder)
+    whole = build_memory(model, tokenizer, TEXTS, config)
+    assert torch.equal(resumed.layers[0].keys, whole.layers[0].keys)
+
+
 def test_going_on_with_something_else_is_refused(
     model: PreTrainedModel, tokenizer: object, tmp_path: Path
 ) -> None:
@@ -245,7 +337,10 @@ def test_memory_does_not_grow_with_the_reference_set() -> None:
     assert many - few < bytes_of_keys / 5
 
 
-@pytest.mark.parametrize("name", ["olmoe", "gpt_oss", "nemotron_h", "mixtral", "gemma4_text"])
+@pytest.mark.parametrize(
+    "name",
+    [entry.name for entry in FAMILIES if entry.name not in OWN_EXPERTS],
+)
 def test_building_experts_equal_the_models_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.integrations import moe
 

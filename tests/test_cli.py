@@ -111,11 +111,12 @@ def test_merge(memory: Path, tmp_path: Path) -> None:
 
 
 def test_bench_prints_ratios() -> None:
-    options = ("--sequences", 6, "--length", 12, "--plain-sequences", 2, "--json")
+    options = ("--sequences", 6, "--length", 12, "--plain-sequences", 2, "--grow", 9, "--json")
     rows = json.loads(knn_moe("bench", "build", *options).stdout)
     assert [row["way"].split(",")[0] for row in rows] == [
         "plain: one sequence at a time",
         "model only",
+        "end to end",
         "end to end",
     ]
     assert all(row["tokens_per_second"] > 0 for row in rows)

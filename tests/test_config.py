@@ -79,7 +79,7 @@ def test_a_wrong_routing_setting(settings: dict[str, Any], message: str) -> None
         BuildConfig(max_length=2, batch_tokens=1),
         RoutingConfig(),
         RoutingConfig(k=4, similarity="cosine", gamma=0.5, gamma_scale=0.1, layers=(0, 3)),
-        RoutingConfig(layers=(), stats=False),
+        RoutingConfig(layers=(2, 1), stats=False),
     ],
     ids=repr,
 )

@@ -90,38 +90,37 @@ def test_keys_all_alike() -> None:
     check_search(torch.full((8, 3), 7.0), torch.tensor([[7.0, 7, 7], [7, 8, 9]]), 8)
 
 
-@pytest.mark.parametrize("held", [1, 100, 700])
+@pytest.mark.parametrize(("size", "at_once"), [(1, 1), (9, 4), (60, 100)])
 @pytest.mark.parametrize("k", [1, 6])
-def test_blocks_change_nothing(k: int, held: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_change_nothing(
+    k: int, size: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys, queries = 3 + torch.randn(131, 10), 3 + torch.randn(11, 10)
     distance, rows = ExactIndex(keys).search(queries, k)
-    monkeypatch.setitem(exact._HELD, "cpu", held)
-    assert len(list(exact.blocks(131, 11, CPU, least=k))) > 2
+    monkeypatch.setitem(exact._KEYS, "cpu", size)
+    monkeypatch.setitem(exact._QUERIES, "cpu", at_once)
+    assert len(list(exact.blocks(131, CPU, least=k))) > 2
     in_blocks = ExactIndex(keys).search(queries, k)
     assert torch.equal(in_blocks[0], distance)
     assert torch.equal(in_blocks[1], rows)
 
 
 def test_the_last_block_may_hold_fewer_keys_than_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(exact._HELD, "cpu", 1)
+    monkeypatch.setitem(exact._KEYS, "cpu", 1)
     check_search(torch.randn(17, 4), torch.randn(3, 4), 4)
 
 
-@pytest.mark.parametrize(
-    ("rows", "per_row", "least"), [(0, 3, 1), (1, 1, 1), (10, 40, 4), (99, 7, 1)]
-)
-def test_spans_cover_every_row_once(
-    rows: int, per_row: int, least: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(exact._HELD, "cpu", 30)
-    spans = list(exact.blocks(rows, per_row, CPU, least))
+@pytest.mark.parametrize(("rows", "least"), [(0, 1), (1, 1), (10, 40), (99, 7)])
+def test_spans_cover_every_row_once(rows: int, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(exact._KEYS, "cpu", 30)
+    spans = list(exact.blocks(rows, CPU, least))
     assert [row for start, stop in spans for row in range(start, stop)] == list(range(rows))
-    assert all(stop - start <= max(30 // per_row, least) for start, stop in spans)
+    assert all(stop - start <= max(30, least) for start, stop in spans)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_norms_are_of_centred_keys(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(exact._HELD, "cpu", 50)
+    monkeypatch.setitem(exact._KEYS, "cpu", 7)
     keys = (20 + torch.randn(45, 7)).to(dtype)
     centre, norms = exact.centred_norms(keys)
     mean = keys.double().mean(dim=0)

@@ -16,6 +16,7 @@ from transformers import (
 
 from knn_moe import BuildConfig, RoutingConfig, RoutingMemory, attach, build_memory, find_routers
 from knn_moe.intercept import RouterHook
+from knn_moe.mixing import propose_logits
 from knn_moe.recall import LayerRecall
 from slow_reference import ReferenceLayer, build_reference, run_reference
 
@@ -132,7 +133,7 @@ def test_every_intermediate(
     memory, slow = pair
     sequence = sequences(1, seed=8)[0]
     _, steps = run_reference(trained, sequence, slow, k)
-    seen: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+    seen: dict[int, tuple[torch.Tensor, ...]] = {}
     handles = []
     for router in find_routers(trained):
         layer = memory.layers[router.layer]
@@ -145,7 +146,10 @@ def test_every_intermediate(
             recall: LayerRecall = recall,
         ) -> torch.Tensor:
             mixed, confidence = recall(x, logits)
-            seen[index] = logits, mixed, confidence
+            distance, rows = recall.index.search(x, recall.k)
+            log_similarity = recall.similarity.log(distance, recall.gamma)
+            proposal = propose_logits(recall.values[rows], log_similarity)
+            seen[index] = logits, proposal, mixed, confidence
             return mixed
 
         handles += RouterHook(router, mix).install()
@@ -154,11 +158,8 @@ def test_every_intermediate(
     for handle in handles:
         handle.remove()
     for index, step in steps.items():
-        logits, mixed, confidence = seen[index]
+        logits, proposal, mixed, confidence = seen[index]
         torch.testing.assert_close(logits.double(), step.logits, **TOLERANCE)
         torch.testing.assert_close(confidence.double(), step.confidence, **TOLERANCE)
+        torch.testing.assert_close(proposal.double(), step.proposal, **TOLERANCE)
         torch.testing.assert_close(mixed.double(), step.mixed, **TOLERANCE)
-        weight = step.confidence[:, None]
-        proposal = (mixed.double() - (1 - weight) * step.logits) / weight
-        certain = step.confidence > 0.1  # the division above magnifies rounding elsewhere
-        torch.testing.assert_close(proposal[certain], step.proposal[certain], rtol=1e-4, atol=1e-4)

@@ -2,8 +2,8 @@
 
 Puts together the reference tokens (batches.py), the optimisation (optimise.py) and the writer.
 Batches are of many sequences of like length; while one is written, the next is computed. Peak
-memory is that of two batches, however many examples there are. A killed build goes on where it
-stopped: a journal names the batches whose rows are on disk.
+memory is that of two batches and the reference's token ids, however many keys there are. A killed
+build goes on where it stopped: a journal names the batches whose rows are on disk.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from torch import nn
 from knn_moe.batches import ReferenceTokens, make_batch, plan_batches, read_tokens
 from knn_moe.config import BuildConfig
 from knn_moe.drain import Drain
-from knn_moe.errors import ModelTooLargeError
+from knn_moe.errors import BuildError, ModelTooLargeError, ReferenceSetError
 from knn_moe.experts import fast_experts
 from knn_moe.header import MemoryHeader
 from knn_moe.identity import identify, identify_tokenizer
+from knn_moe.intercept import forget_compiled_graphs, hook_on
 from knn_moe.memory import RoutingMemory
 from knn_moe.optimise import frozen, optimise_routing
 from knn_moe.reference import ExampleLike, iter_examples
-from knn_moe.routers import Router, find_routers, unwrap
+from knn_moe.routers import Router, find_routers, run_device, unwrap
 from knn_moe.storage import TemporaryFolder, refuse_existing
 from knn_moe.workspace import Workspace
 from knn_moe.writer import LayerShape
@@ -62,11 +63,15 @@ def build_memory(
     Without a folder a temporary one is used, which lives as long as the memory.
     """
     config = config or BuildConfig()
+    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper would trace our hooks
     holds = TemporaryFolder() if folder is None else None
     target = holds.path / "memory" if holds else Path(str(folder))
     refuse_existing(target, overwrite=False)
     routers = find_routers(model)
+    if any(hook_on(router) for router in routers):
+        raise BuildError("The model has a memory attached: detach it before building another.")
     reference = read_tokens(iter_examples(examples), tokenizer, config, _window(model, config))
+    _check_vocabulary(model, reference)
     header = MemoryHeader(
         base_model=identify(model, routers),
         tokenizer=identify_tokenizer(tokenizer),
@@ -81,10 +86,11 @@ def build_memory(
     report = on_progress or (lambda _: None)
     with Workspace(target, header, reference.provenance, shapes) as workspace:
         progress = _Progress(reference, report)
+        forget_compiled_graphs()
         with frozen(model), fast_experts(model):
             _fill(model, routers, reference, workspace, progress)
         progress.report("seal")
-        workspace.publish(header, device=routers[0].weight.device)
+        workspace.publish(header, device=routers[0].device)
         progress.report("done")
     return replace(RoutingMemory.from_pretrained(target, verify=False), _holds=holds)
 
@@ -159,11 +165,20 @@ def _window(model: nn.Module, config: BuildConfig) -> int:
     return min(config.max_length, getattr(settings, "max_position_embeddings", config.max_length))
 
 
+def _check_vocabulary(model: nn.Module, reference: ReferenceTokens) -> None:
+    largest = int(reference.provenance.stream.max())
+    known = unwrap(model).get_input_embeddings().weight.shape[0]
+    if largest >= known:
+        raise ReferenceSetError(
+            f"The tokenizer gives token {largest}, and the model knows {known}: they do not belong "
+            f"together."
+        )
+
+
 def _key_dtype(model: nn.Module) -> torch.dtype:
     return next(p.dtype for p in model.parameters() if p.dtype.is_floating_point)
 
 
 def _input_device(model: nn.Module) -> torch.device:
-    """Where token ids go: the embedding's device, or where accelerate runs it."""
-    device: torch.device = unwrap(model).device
-    return device
+    """Where token ids go: where the embedding runs."""
+    return run_device(unwrap(model).get_input_embeddings())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,10 +11,11 @@ def model_card(config: Mapping[str, Any]) -> str:
     """Markdown with the hub's front matter, from what memory_config.json says."""
     base, build, routing = config["base_model"], config["build"], config["routing"]
     name = base["name"]
+    known_to_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", name)
+    origin = f"base_model: {name}\n" if known_to_hub else ""
     return f"""---
 library_name: knn-moe
-base_model: {name}
-tags: [knn-moe, mixture-of-experts, retrieval]
+{origin}tags: [knn-moe, mixture-of-experts, retrieval]
 ---
 
 # Routing memory for {name}

@@ -5,7 +5,7 @@ Knows the ranges and the paper's defaults. Knows nothing of models, tensors or f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -84,7 +84,10 @@ class RoutingConfig:
             if value is not None and not _SMALLEST <= value <= _LARGEST:
                 raise ConfigError(f"{name} must be a positive fp32 number, got {value}.")
         if self.layers is not None:
-            object.__setattr__(self, "layers", tuple(self.layers))
+            layers = tuple(dict.fromkeys(self.layers)) if isinstance(self.layers, Iterable) else ()
+            if not layers or not all(isinstance(layer, int) for layer in layers):
+                raise ConfigError(f"layers must name layers by number, got {self.layers!r}.")
+            object.__setattr__(self, "layers", layers)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from knn_moe.batches import Rows
+from knn_moe.errors import BuildError
 from knn_moe.optimise import LayerCases
 from knn_moe.writer import MemoryWriter
 
@@ -28,30 +29,34 @@ class Drain:
         self.pool = ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1))
         self.buffers: dict[tuple[int, str], Tensor] = {}  # pinned; pinning anew costs more than use
         self.streams: dict[torch.device, torch.cuda.Stream] = {}
-        self.pending: list[Future[None]] = []
+        self.pending: Future[None] | None = None
         self.copying: list[Tensor] = []
-        self.on_written: Callable[[], None] = lambda: None
 
     def submit(
         self, cases: Mapping[int, LayerCases], rows: Rows, on_written: Callable[[], None]
     ) -> None:
-        """Write the kept rows of every layer, then call `on_written` (from this thread)."""
+        """Write the kept rows of every layer, and then, at once, call `on_written`."""
         self.wait()
-        self.on_written = on_written
+        writes = []
         for layer, case in cases.items():
             parts = {
                 "keys": case.inputs.to(self.key_dtype),
                 "values": case.logits.float(),
             }
             hosts = {name: self._to_host((layer, name), part, rows) for name, part in parts.items()}
-            self.pending.append(self.pool.submit(self._write, layer, hosts, rows))
+            writes.append(self.pool.submit(self._write, layer, hosts, rows))
+
+        def finish() -> None:  # begins after the writes have: the pool is first in, first out
+            for write in writes:
+                write.result()
+            on_written()
+
+        self.pending = self.pool.submit(finish)
 
     def wait(self) -> None:
-        for future in self.pending:
-            future.result()
-        if self.pending:
-            self.on_written()
-        self.pending = []
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            pending.result()
         self.copying = []
 
     def _write(
@@ -60,6 +65,11 @@ class Drain:
         for name, (host, copied) in hosts.items():
             if copied is not None:
                 copied.synchronize()
+            if name == "values" and not bool(host.isfinite().all()):
+                raise BuildError(
+                    f"Layer {layer}'s optimised logits are not finite. Lower the learning rate, or "
+                    f"load the model in a wider precision."
+                )
             self.writer.write(layer, name, host, rows.spans)
 
     def _to_host(
@@ -98,7 +108,9 @@ class Drain:
         trace: TracebackType | None,
     ) -> None:
         try:
+            self.wait()  # after an error too: what was computed is kept for a later run
+        except Exception:
             if kind is None:
-                self.wait()
+                raise
         finally:
             self.pool.shutdown(wait=True)

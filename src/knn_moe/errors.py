@@ -9,9 +9,8 @@ KnnMoeError
 ├── MemoryFormatError        a folder that is no memory, or not a whole one
 ├── MemoryMismatchError      a memory that belongs to another model, or to another memory
 ├── BuildError               a build cannot start, or cannot go on
-├── AttachError              a memory cannot be put on a model
-│   └── RouterNotCalledError     a router was attached but the model went around it
-└── MissingDependencyError   an optional part is not installed
+└── AttachError              a memory cannot be put on a model
+    └── RouterNotCalledError     a router was attached but the model went around it
 
 Each message says what, the value seen, and the way out, in one sentence or two.
 """
@@ -59,7 +58,3 @@ class AttachError(KnnMoeError):
 
 class RouterNotCalledError(AttachError):
     """A router was attached, the model ran, and the router was never called."""
-
-
-class MissingDependencyError(KnnMoeError, ImportError):
-    """An optional part is not installed."""

@@ -50,8 +50,7 @@ def _nearest_distances(
     best = torch.full((len(rows), count), float("inf"), device=device)
     chosen = torch.zeros(len(rows), count, dtype=torch.int64, device=device)
     staged = _Stage(device)
-    held = 4 * max(len(rows), keys.shape[1])  # per key: scores, two comparisons and a copy
-    for start, stop in blocks(len(keys), held, device, least=count):
+    for start, stop in blocks(len(keys), device, least=count):
         block = staged(keys[start:stop])
         score = squared_distance(block, centre) - 2 * product(queries.float() - centre, block)
         for label in barred_if_equal:

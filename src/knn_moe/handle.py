@@ -6,9 +6,7 @@ Knows the model's structure through routers.py and intercept.py; the mathematics
 
 from __future__ import annotations
 
-import sys
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +15,7 @@ from knn_moe.config import RoutingConfig
 from knn_moe.errors import AttachError, ConfigError, MemoryMismatchError, RouterNotCalledError
 from knn_moe.hooks import LayerStats, RecallHook, TokenMask
 from knn_moe.identity import identify
-from knn_moe.intercept import hook_on
+from knn_moe.intercept import forget_compiled_graphs, hook_on
 from knn_moe.memory import RoutingMemory
 from knn_moe.recall import LayerRecall, layer_gamma
 from knn_moe.routers import Router, find_routers
@@ -39,8 +37,13 @@ def attach(
     routers = find_routers(model)
     if not force:
         _check_belongs(model, routers, memory)
-    chosen = _choose(routers, memory, config)
-    return Routing(model, memory, config, chosen)
+    for router in routers:
+        if hook_on(router) is not None:
+            raise AttachError(
+                f"{type(model).__name__} has a memory attached already (at {router.name!r}). "
+                f"Detach it first; merge() makes one memory of several."
+            )
+    return Routing(model, memory, config, _choose(routers, memory, config))
 
 
 class Routing:
@@ -49,24 +52,16 @@ class Routing:
     def __init__(
         self, model: nn.Module, memory: RoutingMemory, config: RoutingConfig, routers: list[Router]
     ) -> None:
-        for router in routers:
-            if hook_on(router) is not None:
-                raise AttachError(
-                    f"{type(model).__name__} has a memory attached already (at {router.name!r}). "
-                    f"Detach it first; merge() makes one memory of several."
-                )
         self.memory = memory
         self.config = config
-        self._mask = TokenMask(model, routers, _run_device(routers[0]))
+        self._mask = TokenMask(model, routers)
         self._hooks = [self._hook(router) for router in routers] if len(memory) else []
-        if "torch._dynamo" in sys.modules:
-            # Graphs compiled earlier do not look for new hooks: they would go around these.
-            torch.compiler.reset()
+        forget_compiled_graphs()
         self._handles = [handle for hook in self._hooks for handle in hook.install()]
         self._handles += self._mask.install(self._check_called)
 
     def _hook(self, router: Router) -> RecallHook:
-        device = _run_device(router)
+        device = router.device
         gamma = layer_gamma(self.memory, router.layer, self.config, device)
         try:
             recall = LayerRecall(self.memory.layers[router.layer], gamma, self.config, device)
@@ -153,13 +148,6 @@ def _choose(routers: list[Router], memory: RoutingMemory, config: RoutingConfig)
                 f"{f'{router.hidden_size} → {router.num_experts}' if router else 'not there'}."
             )
     return [by_layer[index] for index in wanted]
-
-
-def _run_device(router: Router) -> torch.device:
-    """Where the router runs; accelerate keeps offloaded weights on 'meta' until then."""
-    hook: Any = getattr(router.module, "_hf_hook", None)
-    device = getattr(hook, "execution_device", None) if router.weight.is_meta else None
-    return torch.device(device if device is not None else router.weight.device)
 
 
 def _names(names: list[str]) -> str:

@@ -71,19 +71,18 @@ class RecallHook(RouterHook):
         self.count_changes = count_changes
         self.counts = Counts(recall.values.device)
         self.called = False
-        self.step: tuple[Tensor, Tensor, Tensor] | None = None
 
     def mix(self, inputs: Tensor, logits: Tensor) -> Tensor:
         wide, confidence = self.recall(inputs, logits)
         mixed: Tensor = wide.to(logits.dtype)
-        self.step = logits, mixed, confidence
+        self.state.step = logits, mixed, confidence
         return mixed
 
     def after(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         super().after(module, args, kwargs, output)
-        step, self.step = self.step, None
+        step, self.state.step = self.state.step, None
         if step is None or output is None:
             return
         logits, mixed, confidence = step
@@ -121,9 +120,9 @@ class RecallHook(RouterHook):
 class TokenMask:
     """Which of the tokens that routers see, flattened and without a mask, are not padding."""
 
-    def __init__(self, model: nn.Module, routers: list[Router], device: torch.device) -> None:
+    def __init__(self, model: nn.Module, routers: list[Router]) -> None:
         self.stack = _stack_of(model, routers)
-        self.counts = Counts(device)
+        self.counts = Counts(routers[0].device if routers else torch.device("cpu"))
         self.ran_eagerly = False
         self.mask: Tensor | None = None
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from knn_moe.routers import Router, unwrap
+from knn_moe.errors import UnsupportedModelError
+from knn_moe.routers import Router, offload_hooks, unwrap
 
 
 @dataclass(frozen=True)
@@ -59,13 +60,15 @@ def _materialise(module: nn.Module, name: str, parameter: Tensor) -> Tensor:
     if not parameter.is_meta:
         return parameter
     owner, _, leaf = name.rpartition(".")
-    hook: Any = getattr(module.get_submodule(owner), "_hf_hook", None)
-    for candidate in getattr(hook, "hooks", (hook,)):
-        weights = getattr(candidate, "weights_map", None)
+    for hook in offload_hooks(module.get_submodule(owner)):
+        weights = getattr(hook, "weights_map", None)
         if weights is not None:
             value: Tensor = weights[leaf]
             return value
-    return torch.zeros(parameter.shape)
+    raise UnsupportedModelError(
+        f"The router weight {name!r} has no data (it is on the meta device): load the model's "
+        f"weights first."
+    )
 
 
 def identify_tokenizer(tokenizer: Any) -> dict[str, str | None]:

@@ -10,6 +10,8 @@ Knows hooks and modes; nothing of memories or of gradients.
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
@@ -58,22 +60,41 @@ class ReplaceLogits(TorchFunctionMode):
         return result if replaced is logits else replaced.to(result.dtype).reshape_as(result)
 
 
+class CallState:
+    """What a hook keeps between the beginning and the end of one router call."""
+
+    mode: ReplaceLogits | None = None
+    step: tuple[Tensor, Tensor, Tensor] | None = None  # logits, mixed logits, confidence
+
+
+class _PerThread(threading.local):
+    def __init__(self) -> None:
+        self.state = CallState()
+
+
 class RouterHook:
     """The pair of hooks that keeps `ReplaceLogits` active during one router's forward."""
 
     def __init__(self, router: Router, callback: Callback) -> None:
         self.router = router
         self.callback = callback
-        self.mode: ReplaceLogits | None = None
+        self._threads = _PerThread()
+        self._compiled = CallState()
+
+    @property
+    def state(self) -> CallState:
+        """Of the call under way in this thread. Compiled calls, one at a time, have their own."""
+        return self._compiled if torch.compiler.is_compiling() else self._threads.state
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self.mode = ReplaceLogits(self.router, self.callback)
-        self.mode.__enter__()  # type: ignore[no-untyped-call]
+        mode = ReplaceLogits(self.router, self.callback)
+        self.state.mode = mode
+        mode.__enter__()  # type: ignore[no-untyped-call]
 
     def after(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        mode, self.mode = self.mode, None
+        mode, self.state.mode = self.state.mode, None
         if mode is None:
             return
         mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
@@ -93,6 +114,16 @@ class RouterHook:
                 self.after, prepend=True, with_kwargs=True, always_call=True
             ),
         ]
+
+
+def forget_compiled_graphs() -> None:
+    """Let torch.compile look again: graphs compiled earlier would go around new hooks.
+
+    There is no way to forget one model's graphs only: every compiled model of this process is
+    compiled again when it is next called.
+    """
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 def hook_on(router: Router) -> RouterHook | None:

@@ -119,9 +119,11 @@ class RoutingMemory:
 
         api = HfApi(token=token)
         with tempfile.TemporaryDirectory() as scratch:
-            folder = self.folder or Path(scratch) / "memory"
-            if self.folder is None:
-                self.save_pretrained(folder)
+            folder = Path(scratch) / "memory"
+            self.save_pretrained(folder)
+            card = folder / "README.md"
+            text = card.read_text(encoding="utf8").replace("REPO_OR_FOLDER", repo_id)
+            card.write_text(text, encoding="utf8")
             api.create_repo(repo_id, private=private, exist_ok=True)
             return str(api.upload_folder(repo_id=repo_id, folder_path=folder))
 
@@ -130,6 +132,7 @@ class RoutingMemory:
     ) -> RoutingMemory:
         """One memory of the cases of all, with γ taken from their joint distances.
 
+        What the memory says of its build and use is the first one's.
         Streamed to `folder` and opened from there; without one, to a temporary folder that lives
         as long as the memory.
         """

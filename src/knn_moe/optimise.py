@@ -96,7 +96,7 @@ def optimise_routing(
         else RouterHook(layer.router, layer)
         for layer in layers
     ]
-    with _installed(hooks):
+    with torch.inference_mode(False), torch.enable_grad(), _installed(hooks):
         if config.steps == 0:
             with torch.no_grad():
                 summed_loss(model, batch)

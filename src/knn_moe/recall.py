@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from knn_moe.config import RoutingConfig
 from knn_moe.gamma import estimate_gamma
-from knn_moe.index import ExactIndex
+from knn_moe.index import ExactIndex, KeyIndex
 from knn_moe.memory import LayerMemory, RoutingMemory
 from knn_moe.mixing import confidence, mix_logits, propose_logits
 from knn_moe.similarity import SIMILARITIES
@@ -32,13 +32,14 @@ class LayerRecall(nn.Module):
         super().__init__()
         self.similarity = SIMILARITIES[config.similarity]
         self.k = min(config.k, len(layer.keys))
-        self.index = ExactIndex(self.similarity.prepare(layer.keys).to(device))
+        self.dtype = layer.keys.dtype
+        self.index: KeyIndex = ExactIndex(self.similarity.prepare(layer.keys).to(device))
         self.register_buffer("values", layer.values.to(device), persistent=False)
         self.register_buffer("gamma", torch.tensor(gamma, device=device), persistent=False)
 
     def forward(self, inputs: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Mixed logits and confidence. Shapes: inputs [T, d]; logits [T, N] → [T, N], [T]."""
-        queries = self.similarity.prepare(inputs.to(self.index.keys.dtype))
+        queries = self.similarity.prepare(inputs.to(self.dtype))
         squared_distance, rows = self.index.search(queries, self.k)
         log_similarity = self.similarity.log(squared_distance, self.gamma)
         proposal = propose_logits(self.values[rows], log_similarity)
@@ -55,9 +56,11 @@ def layer_gamma(
     if not similarity.uses_gamma:
         return 1.0
     if config.gamma is not None:
-        return config.gamma * config.gamma_scale
-    if config.similarity == "rbf":
-        return layer.gamma * config.gamma_scale
-    keys = similarity.prepare(layer.keys)
-    example, case = memory.provenance.example, memory.provenance.prefix_hash()
-    return estimate_gamma(keys, example, case, device) * config.gamma_scale
+        gamma = config.gamma
+    elif config.similarity == "rbf":
+        gamma = layer.gamma
+    else:
+        keys = similarity.prepare(layer.keys)
+        example, case = memory.provenance.example, memory.provenance.prefix_hash()
+        gamma = estimate_gamma(keys, example, case, device)
+    return min(gamma * config.gamma_scale, torch.finfo(torch.float32).max)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
 
 from knn_moe.errors import UnsupportedModelError
@@ -38,6 +39,10 @@ class Router:
     def weight(self) -> Tensor:
         return _weight(self.module)
 
+    @property
+    def device(self) -> torch.device:
+        return run_device(self.module)
+
 
 def find_routers(model: nn.Module) -> list[Router]:
     """Every MoE router of `model`, in the order of its layers.
@@ -58,9 +63,28 @@ def find_routers(model: nn.Module) -> list[Router]:
 
 
 def unwrap(model: nn.Module) -> Any:
-    """The model itself, where PEFT has wrapped it."""
+    """The model itself, where PEFT or torch.compile has wrapped it."""
+    model = getattr(model, "_orig_mod", model)
     base: Any = getattr(model, "get_base_model", None)
     return model if base is None else base()
+
+
+def run_device(module: nn.Module) -> torch.device:
+    """Where a module runs; accelerate keeps offloaded weights on 'meta' until then."""
+    weight = next(module.parameters())
+    if not weight.is_meta:
+        return weight.device
+    for part in module.modules():
+        for hook in offload_hooks(part):
+            if getattr(hook, "execution_device", None) is not None:
+                return torch.device(hook.execution_device)
+    return weight.device
+
+
+def offload_hooks(module: nn.Module) -> list[Any]:
+    """The hooks accelerate has put on a module."""
+    hook: Any = getattr(module, "_hf_hook", None)
+    return [] if hook is None else list(getattr(hook, "hooks", (hook,)))
 
 
 def _registered(model: nn.Module) -> dict[str, nn.Module]:
@@ -125,6 +149,7 @@ def _named(model: nn.Module) -> dict[str, nn.Module]:
 
 def _describe(model: nn.Module, name: str, module: nn.Module) -> Router:
     parent = model.get_submodule(name.removesuffix(".base_layer").rpartition(".")[0])
+    _refuse_adapted(model, name, module)
     num_experts, hidden_size = _weight(module).shape
     numbers = re.findall(r"(?:^|\.)(\d+)(?:\.|$)", name)
     # GPT-OSS in MXFP4 computes the logits in the block's forward and never calls the router.
@@ -138,6 +163,18 @@ def _describe(model: nn.Module, name: str, module: nn.Module) -> Router:
         module=module,
         scope=parent if around else module,
     )
+
+
+def _refuse_adapted(model: nn.Module, name: str, module: nn.Module) -> None:
+    """An adapter around a linear map adds to the logits after us; one of its weight does not."""
+    bare = name.removesuffix(".base_layer")
+    around = type(model.get_submodule(bare)).__name__ if bare != name else "ParamWrapper"
+    inside = any(hasattr(child, "base_layer") for child in module.children())
+    if inside or around != "ParamWrapper":
+        raise UnsupportedModelError(
+            f"Router {bare!r} has an adapter on its linear map, which would act after the memory. "
+            f"Merge it first (merge_and_unload), or leave the router out of target_modules."
+        )
 
 
 def _top_k(name: str, places: tuple[object, ...]) -> int:
@@ -173,8 +210,9 @@ def _weights(module: nn.Module) -> Iterator[Tensor]:
     if isinstance(own, Tensor) and own.ndim == 2:
         yield own
     for child in module.children():
-        if isinstance(child, nn.Linear):
-            yield child.weight
+        linear = getattr(child, "base_layer", child)
+        if isinstance(linear, nn.Linear):
+            yield linear.weight
 
 
 def _number(routers: list[Router]) -> list[Router]:

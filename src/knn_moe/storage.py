@@ -31,6 +31,7 @@ CONFIG_FILE: Final = "memory_config.json"
 TOKENS_FILE: Final = "tokens.safetensors"
 _CHUNK: Final = 1 << 24
 _DTYPES: Final = {
+    torch.float64: "F64",
     torch.float32: "F32",
     torch.bfloat16: "BF16",
     torch.float16: "F16",
@@ -100,6 +101,8 @@ class StreamedFile:
 
         The interpreter's lock is held for an instant per run: a GPU is kept busy meanwhile.
         """
+        if not len(rows):
+            return
         data = memoryview(rows.contiguous().view(torch.uint8).numpy().data).cast("B")
         size = self.tensors[name].row_bytes
         for row, start, count in spans:

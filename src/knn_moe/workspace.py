@@ -43,20 +43,25 @@ class Workspace:
         self.journal = self.root / "journal.txt"
         plan = _plan(header, provenance, shapes)
         fresh = not self.journal.is_file()
-        if fresh:
-            shutil.rmtree(self.root, ignore_errors=True)
-            (self.root / "memory").mkdir(parents=True)
-            (self.root / "plan.json").write_text(json.dumps(plan, indent=2), encoding="utf8")
-            _require_space(self.root, provenance, shapes)
-        elif _read_plan(self.root) != plan:
+        if not fresh and _read_plan(self.root) != plan:
             raise BuildError(
                 f"{str(self.root)!r} holds part of a build with another model, reference set or "
                 f"config. Delete it to start over, or build to another folder."
             )
         self.finished = set() if fresh else _read_journal(self.journal)
-        self.writer = MemoryWriter(self.root / "memory", provenance, shapes, fresh=fresh)
-        # The journal's being there says that every file has its size and header.
-        self.journal.touch()
+        try:
+            if fresh:
+                shutil.rmtree(self.root, ignore_errors=True)
+                (self.root / "memory").mkdir(parents=True)
+                (self.root / "plan.json").write_text(json.dumps(plan, indent=2), encoding="utf8")
+                _require_space(self.root, provenance, shapes)
+            self.writer = MemoryWriter(self.root / "memory", provenance, shapes, fresh=fresh)
+            # The journal's being there says that every file has its size and header.
+            self.journal.touch()
+        except BaseException:
+            if fresh:
+                shutil.rmtree(self.root, ignore_errors=True)
+            raise
 
     def mark(self, batch: int) -> None:
         """All rows of `batch` are in the files."""
@@ -78,7 +83,7 @@ class Workspace:
     ) -> None:
         self.writer.close()
         # An error before the first batch leaves nothing worth going on from.
-        if kind is not None and not self.journal.read_text(encoding="utf8"):
+        if kind is not None and self.root.exists() and not self.journal.stat().st_size:
             shutil.rmtree(self.root, ignore_errors=True)
 
 
@@ -100,9 +105,11 @@ def _read_plan(root: Path) -> Any:
 
 
 def _read_journal(path: Path) -> set[int]:
-    # A kill may leave half a line: without its newline it does not count.
+    """The finished batches. A kill may leave half a line: it does not count, and is cut off."""
     text = path.read_text(encoding="utf8")
-    return {int(line) for line in text[: text.rfind("\n") + 1].splitlines()}
+    whole = text[: text.rfind("\n") + 1]
+    path.write_text(whole, encoding="utf8")
+    return {int(line) for line in whole.splitlines()}
 
 
 def _require_space(root: Path, provenance: Provenance, shapes: Mapping[int, LayerShape]) -> None:
@@ -112,7 +119,6 @@ def _require_space(root: Path, provenance: Provenance, shapes: Mapping[int, Laye
     )
     free = shutil.disk_usage(root).free
     if needed > free:
-        shutil.rmtree(root, ignore_errors=True)
         raise BuildError(
             f"The memory needs {needed / 1e9:,.1f} GB, and {str(root.parent)!r} has "
             f"{free / 1e9:,.1f} GB free. Use fewer examples, or another disk."

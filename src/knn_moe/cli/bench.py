@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from knn_moe.cli.common import device_option, json_option, log, pick_device, print_json, print_table
+
+if TYPE_CHECKING:
+    from knn_moe.bench.build import BuildBench, BuildMeasure
 
 
 @click.group(name="bench")
@@ -15,39 +19,50 @@ def command() -> None:
 
     \b
     knn-moe bench build
-    knn-moe bench build --shape olmoe-1b-7b --device cuda
+    knn-moe bench build --shape olmoe-1b-7b --length 200 --grow 0
     """
 
 
 @command.command()
 @click.option("--shape", default="small", show_default=True, help="Published shape to build.")
-@click.option("--sequences", default=1000, show_default=True)
-@click.option("--length", default=200, show_default=True, help="Tokens in a sequence.")
-@click.option("--plain-sequences", default=20, show_default=True, help="For the baseline.")
-@click.option("--batch-tokens", default=8192, show_default=True)
-@click.option("--grow", default="", help="More sizes end to end, such as 1000,2000,4000,8000.")
-@click.option("--dtype", default=None, help="Default: bfloat16 on a GPU, float32 on a CPU.")
-@click.option("--folder", type=click.Path(path_type=Path), help="Where memories are written.")
+@click.option("--sequences", type=click.IntRange(min=1), default=1000, show_default=True)
+@click.option("--length", type=click.IntRange(min=2), default=32, show_default=True)
+@click.option("--plain-sequences", type=click.IntRange(min=1), default=20, show_default=True)
+@click.option("--batch-tokens", type=click.IntRange(min=1), default=8192, show_default=True)
+@click.option(
+    "--grow",
+    default=(2000, 4000, 8000),
+    type=click.IntRange(min=0),
+    multiple=True,
+    show_default=True,
+    help="More sequences, end to end; 0 for none.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16"]),
+    help="Default: bfloat16 on a GPU, float32 on a CPU.",
+)
+@click.option(
+    "--folder",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Where memories are written, and deleted again.",
+)
 @device_option
 @json_option
 def build(
-    shape: str,
-    sequences: int,
-    length: int,
-    plain_sequences: int,
+    grow: tuple[int, ...],
     batch_tokens: int,
-    grow: str,
     dtype: str | None,
-    folder: Path | None,
     device: str | None,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """How fast a memory is built, against the plain way of building it.
 
     \b
-    knn-moe bench build --sequences 200
-    knn-moe bench build --grow 1000,2000,4000,8000 --length 50
-    knn-moe bench build --shape olmoe-1b-7b --device cuda --batch-tokens 12800
+    knn-moe bench build
+    knn-moe bench build --sequences 200 --grow 0
+    knn-moe bench build --shape olmoe-1b-7b --length 200 --grow 0 --batch-tokens 12800
 
     Weights are random: the shapes are published models', their quality is not.
     """
@@ -58,23 +73,23 @@ def build(
 
     place = pick_device(device)
     bench = BuildBench(
-        shape=shape,
-        sequences=sequences,
-        length=length,
-        plain_sequences=plain_sequences,
         device=place,
         dtype=getattr(torch, dtype or ("bfloat16" if place.type == "cuda" else "float32")),
         config=BuildConfig(batch_tokens=batch_tokens),
-        folder=folder,
+        **options,
     )
-    growth = tuple(int(size) for size in grow.split(",") if size)
     with log.status("") as status:
-        results = measure_build(bench, growth, lambda step: status.update(step))
+        sizes = tuple(size for size in grow if size)
+        results = measure_build(bench, sizes, lambda step: status.update(step))
     if as_json:
         print_json([result.to_dict() for result in results])
-        return
+    else:
+        _show(bench, results)
+
+
+def _show(bench: BuildBench, results: list[BuildMeasure]) -> None:
     baseline = results[0].tokens_per_second
-    title = f"{shape}, S = 1, sequences of {length} tokens, on {place}"
+    title = f"{bench.shape}, S = 1, sequences of {bench.length} tokens, on {bench.device}"
     columns = ("way", "sequences", "seconds", "tokens/s", "× plain", "peak GB", "disk GB")
     rows = [
         (

@@ -66,7 +66,8 @@ def command(
     config = BuildConfig(**given)  # type: ignore[arg-type]  # click has checked the types
     refuse_existing(output, overwrite=overwrite)
     target = _target(output, resume=resume, overwrite=overwrite)
-    next(iter_examples(reference), None)  # a bad reference file is told before the model loads
+    for _ in iter_examples(reference):  # a bad reference file is told before the model loads
+        pass
     network, tokenizer = load_model(model, device, dtype)
     with progress_bar("Building") as update:
 
@@ -93,8 +94,10 @@ def _target(output: Path, *, resume: bool, overwrite: bool) -> Path:
 
     target = output.with_name(f"{output.name}.new") if overwrite and output.exists() else output
     left = partial_folder(target)
-    if left.exists() and overwrite and not resume:
-        shutil.rmtree(left)
+    if overwrite and not resume:
+        shutil.rmtree(left, ignore_errors=True)
+        if target != output:
+            shutil.rmtree(target, ignore_errors=True)
     elif left.exists() and not resume:
         raise BuildError(
             f"{str(left)!r} holds part of an earlier build: pass --resume to go on with it, or "

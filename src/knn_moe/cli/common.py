@@ -72,7 +72,7 @@ def pick_device(name: str | None) -> Any:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
+        torch.empty(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise ModelError(f"Cannot run on device {name!r}: {reason}") from None
@@ -85,15 +85,17 @@ def load_model(name: str, device_name: str | None, dtype: str) -> tuple[Any, Any
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     device = pick_device(device_name)
-    _require_room(name, device)
+    _require_room(name, load_structure(name), device, dtype)
     try:
         with log.status(f"Loading {name}"):
             tokenizer = AutoTokenizer.from_pretrained(name)
             model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, MemoryError):
         raise ModelTooLargeError(f"{name!r} does not fit on {device}.") from None
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # transformers, safetensors and the hub each have their own
         raise _cannot_load(name, error) from None
+    if not tokenizer.get_vocab():
+        raise ModelError(f"{name!r} has no tokenizer: its vocabulary is empty.")
     return model, tokenizer
 
 
@@ -106,7 +108,7 @@ def load_structure(name: str) -> Any:
         config = AutoConfig.from_pretrained(name)
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # transformers, safetensors and the hub each have their own
         raise _cannot_load(name, error) from None
 
 
@@ -115,20 +117,21 @@ def _cannot_load(name: str, error: Exception) -> ModelError:
     return ModelError(f"Cannot load a causal language model from {name!r}: {reason}")
 
 
-def _require_room(name: str, device: Any) -> None:
-    """Refuse weights that outgrow memory before reading them, where their size is known."""
+def _require_room(name: str, structure: Any, device: Any, dtype: str) -> None:
+    """Refuse weights that outgrow memory before reading them. They pass through RAM to a GPU."""
     import torch
 
-    folder = Path(name)
-    if not folder.is_dir():
-        return
-    needed = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
-    if needed > free:
-        raise ModelTooLargeError(
-            f"{name!r} has {needed / 1e9:,.1f} GB of weights, and {device} has "
-            f"{free / 1e9:,.1f} GB free. Use a machine with more memory, or a smaller model."
-        )
+    chosen = structure.dtype if dtype == "auto" else getattr(torch, dtype)
+    needed = sum(parameter.numel() for parameter in structure.parameters()) * chosen.itemsize
+    rooms = {"this machine": available_memory()}
+    if device.type == "cuda":
+        rooms[str(device)] = torch.cuda.mem_get_info(device)[0]
+    for place, free in rooms.items():
+        if needed > free:
+            raise ModelTooLargeError(
+                f"{name!r} has {needed / 1e9:,.3g} GB of weights, and {place} has "
+                f"{free / 1e9:,.3g} GB free. Use a machine with more memory, or a smaller model."
+            )
 
 
 def available_memory() -> int:

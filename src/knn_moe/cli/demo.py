@@ -12,7 +12,13 @@ from knn_moe.cli.common import json_option, print_json, print_table, progress_ba
 
 
 @click.command(name="demo")
-@click.option("--steps", default=300, show_default=True, help="Training steps of the small model.")
+@click.option(
+    "--steps",
+    type=click.IntRange(min=1),
+    default=300,
+    show_default=True,
+    help="Training steps of the small model.",
+)
 @click.option("--out", type=click.Path(path_type=Path), help="Keep the memories in this folder.")
 @json_option
 def command(steps: int, out: Path | None, as_json: bool) -> None:
@@ -26,7 +32,10 @@ def command(steps: int, out: Path | None, as_json: bool) -> None:
     standard library and is tried on Python's documentation. Takes about two minutes on two cores.
     """
     from knn_moe.demo import run_demo
+    from knn_moe.storage import refuse_existing
 
+    if out is not None:
+        refuse_existing(out, overwrite=False)
     with tempfile.TemporaryDirectory() as scratch, progress_bar("Demo") as update:
         result = run_demo(
             out or Path(scratch), steps, lambda stage, done, total: update(done, total, stage)

@@ -15,14 +15,21 @@ from knn_moe.cli.common import (
     print_json,
     print_table,
 )
+from knn_moe.errors import ConfigError, ModelError
 
 
 @click.command(name="generate")
 @click.argument("model")
 @click.argument("prompt")
 @click.option("--memory", help="Folder or hub id of a memory; without one, the bare model.")
-@click.option("--max-new-tokens", default=64, show_default=True)
-@click.option("--temperature", default=0.0, show_default=True, help="0 takes the likeliest token.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True)
+@click.option(
+    "--temperature",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    show_default=True,
+    help="0 takes the likeliest token.",
+)
 @click.option("--seed", default=0, show_default=True, help="For sampling.")
 @click.option("-k", "neighbours", type=int, help="Neighbours recalled. Default: the memory's own.")
 @click.option("--compare", is_flag=True, help="Also generate without the memory.")
@@ -54,6 +61,8 @@ def command(
     from knn_moe.handle import attach
     from knn_moe.memory import RoutingMemory
 
+    if compare and memory is None:
+        raise ConfigError("--compare needs a --memory to compare with.")
     opened = RoutingMemory.from_pretrained(memory) if memory is not None else None
     network, tokenizer = load_model(model, device, dtype)
     answer: dict[str, Any] = {"prompt": prompt}
@@ -84,6 +93,8 @@ def _generate(
 ) -> str:
     import torch
 
+    if chat and tokenizer.chat_template is None:
+        raise ModelError("The model has no chat template: leave out --chat.")
     if chat:
         messages = [{"role": "user", "content": prompt}]
         inputs = tokenizer.apply_chat_template(
@@ -91,6 +102,8 @@ def _generate(
         )
     else:
         inputs = tokenizer(prompt, return_tensors="pt")
+    if not inputs["input_ids"].numel():
+        raise ConfigError("The prompt holds no tokens.")
     inputs = {name: value.to(network.device) for name, value in inputs.items()}
     inputs.pop("token_type_ids", None)
     torch.manual_seed(seed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -24,7 +23,7 @@ def command(memory: str, as_json: bool) -> None:
     """
     from knn_moe.memory import RoutingMemory
 
-    opened = RoutingMemory.from_pretrained(Path(memory) if Path(memory).is_dir() else memory)
+    opened = RoutingMemory.from_pretrained(memory)
     header = opened.header.to_dict()
     facts = {
         "base model": opened.base_model.name,

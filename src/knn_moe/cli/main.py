@@ -13,7 +13,7 @@ import click
 
 from knn_moe.errors import KnnMoeError
 
-# command → (module of this package, one line for the list)
+# command, a module of this package → its line in the list
 COMMANDS: Final[Mapping[str, str]] = {
     "routers": "Show which routers of a model a memory would touch.",
     "build": "Build a memory from a reference set.",
@@ -47,6 +47,8 @@ class Commands(click.Group):
             return super().invoke(ctx)
         except KnnMoeError as error:
             raise click.UsageError(str(error)) from None
+        except OSError as error:
+            raise click.UsageError(f"The system refused: {error}.") from None
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})

@@ -13,7 +13,9 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-_HELD: Final = {"cuda": 1 << 26, "cpu": 1 << 22}  # fp32 scores held at once: 256 and 16 MiB
+# Keys, and queries, compared at a time: fixed, so that a compiled graph serves every length.
+_KEYS: Final = {"cuda": 1 << 15, "cpu": 1 << 12}
+_QUERIES: Final = {"cuda": 1 << 11, "cpu": 1 << 10}
 _SPARE: Final = 4  # candidates kept beyond k, for the exact distances to choose among
 
 
@@ -36,6 +38,13 @@ class ExactIndex(nn.Module):
 
     def search(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """See KeyIndex. Shapes: queries [T, d] → squared distances, rows [T, k]."""
+        at_once = _QUERIES.get(queries.device.type, _QUERIES["cpu"])
+        if len(queries) <= at_once:
+            return self._search(queries, k)
+        found = [self._search(part, k) for part in queries.split(at_once)]
+        return torch.cat([part for part, _ in found]), torch.cat([part for _, part in found])
+
+    def _search(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
         candidates = self._candidates(queries, min(k + _SPARE, len(self.keys)))
         exact = squared_distance(queries[:, None], self.keys[candidates])
         distance, order = torch.topk(exact, k, dim=-1, largest=False)
@@ -45,7 +54,7 @@ class ExactIndex(nn.Module):
         """Rows of each query's `count` best scores ‖k - c‖² - 2(x - c)·k. Result [T, count]."""
         centred = queries.float() - self.centre
         best: list[tuple[Tensor, Tensor]] = []
-        for start, stop in blocks(len(self.keys), len(queries), queries.device, least=count):
+        for start, stop in blocks(len(self.keys), self.keys.device, least=count):
             scores = self.norms[start:stop] - 2 * product(centred, self.keys[start:stop])
             score, row = torch.topk(scores, min(count, stop - start), dim=-1, largest=False)
             best.append((score, row + start))
@@ -61,7 +70,7 @@ def squared_distance(x: Tensor, keys: Tensor) -> Tensor:
 
 def centred_norms(keys: Tensor) -> tuple[Tensor, Tensor]:
     """The keys' mean c and ‖k - c‖² of each, in fp32. Shapes: keys [M, d] → [d], [M]."""
-    spans = list(blocks(len(keys), keys.shape[1], keys.device))
+    spans = list(blocks(len(keys), keys.device))
     centre = keys.new_zeros(keys.shape[1], dtype=torch.float32)
     for start, stop in spans:
         centre += keys[start:stop].sum(dim=0, dtype=torch.float32) / len(keys)
@@ -79,11 +88,8 @@ def product(x: Tensor, keys: Tensor) -> Tensor:
     return x @ keys.float().T
 
 
-def blocks(
-    rows: int, per_row: int, device: torch.device, least: int = 1
-) -> Iterator[tuple[int, int]]:
-    """Cut `rows` into spans so that span × per_row numbers stay within what may be held."""
-    held = _HELD.get(device.type, _HELD["cpu"])
-    size = max(held // max(per_row, 1), least, 1)
+def blocks(rows: int, device: torch.device, least: int = 1) -> Iterator[tuple[int, int]]:
+    """Cut `rows` keys into spans that are compared at a time on `device`."""
+    size = max(_KEYS.get(device.type, _KEYS["cpu"]), least)
     for start in range(0, rows, size):
         yield start, min(start + size, rows)
