@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -250,6 +251,53 @@ def test_bad_settings(
 ) -> None:
     assert_refused(knn_moe("build", model, reference, "-o", tmp_path / "memory", *option), says)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("generate", "MODEL", ""), "The prompt holds no tokens"),
+        (("generate", "MODEL", "3", "--chat"), "no chat template"),
+        (("generate", "MODEL", "3", "--temperature", -1), "-1"),
+        (("generate", "MODEL", "3", "--max-new-tokens", 0), "0"),
+        (("generate", "MODEL", "3", "--compare"), "--compare needs a --memory"),
+        (("generate", "MODEL", "3", "--device", "meta"), "meta"),
+        (("build", "MODEL", "REF", "-o", "REF/memory"), "Not a directory"),
+        (("merge", "MEMORY", "-o", "REF/memory"), "The system refused"),
+        (("inspect", "REF"), "No memory at"),
+        (("bench", "build", "--grow", "many"), "many"),
+        (("bench", "build", "--dtype", "int8"), "int8"),
+        (("demo", "--steps", 0), "0"),
+        (("demo", "--out", "MODEL"), "exists already"),
+    ],
+)
+def test_wrong_calls(
+    arguments: tuple[object, ...], says: str, model: Path, reference: Path, memory: Path
+) -> None:
+    places = {"MODEL": model, "REF": reference, "MEMORY": memory}
+    for name, path in places.items():
+        arguments = tuple(
+            str(part).replace(name, str(path)) if isinstance(part, str) else part
+            for part in arguments
+        )
+    assert_refused(knn_moe(*arguments), says)
+
+
+def test_broken_weights(model: Path, reference: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(model, broken)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    build = knn_moe("build", broken, reference, "-o", tmp_path / "memory")
+    assert_refused(build, "Cannot load a causal language model")
+    assert not (tmp_path / "memory.partial").exists()
+
+
+def test_a_bad_line_is_told_before_the_model_is_loaded(tmp_path: Path) -> None:
+    reference = tmp_path / "ref.jsonl"
+    reference.write_text('{"text": "3"}\n' * 5 + "oops\n")
+    build = knn_moe("build", tmp_path / "no-model", reference, "-o", tmp_path / "memory")
+    assert_refused(build, "line 6: not JSON")
 
 
 def test_an_unknown_shape() -> None:

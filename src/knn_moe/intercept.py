@@ -122,7 +122,9 @@ def forget_compiled_graphs() -> None:
     There is no way to forget one model's graphs only: every compiled model of this process is
     compiled again when it is next called.
     """
-    if "torch._dynamo" in sys.modules:
+    tracer = sys.modules.get("torch._dynamo.convert_frame")
+    # Resetting a compiler that compiled nothing costs seconds of imports.
+    if tracer is not None and getattr(getattr(tracer, "input_codes", None), "seen", True):
         torch.compiler.reset()
 
 
