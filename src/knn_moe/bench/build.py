@@ -74,8 +74,11 @@ def measure_build(
     _model_only(model, _read(texts[:64], tokenizer, bench.config), bench)
     on_step("plain")
     results = [_plain(model, _read(texts[: bench.plain_sequences], tokenizer, bench.config), bench)]
-    on_step("model only")
     tokens = _read(texts[: bench.sequences], tokenizer, bench.config)
+    if bench.device.type == "cuda":
+        on_step("model only, transformers' experts")
+        results.append(_own_experts(model, tokens, bench))
+    on_step("model only")
     results.append(_model_only(model, tokens, bench))
     for count in (bench.sequences, *growth):
         on_step(f"end to end, {count:,} sequences")
@@ -91,6 +94,12 @@ def _plain(model: Any, reference: ReferenceTokens, bench: BuildBench) -> BuildMe
         return _optimise("plain: one sequence at a time, eager", model, reference, batches, bench)
     finally:
         model.set_experts_implementation(before)
+
+
+def _own_experts(model: nn.Module, reference: ReferenceTokens, bench: BuildBench) -> BuildMeasure:
+    """Our batches on transformers' own grouped experts: what experts.py is worth on a GPU."""
+    batches = list(plan_batches(reference.lengths, bench.config.batch_tokens))
+    return _optimise("model only, transformers' experts", model, reference, batches, bench)
 
 
 def _model_only(model: nn.Module, reference: ReferenceTokens, bench: BuildBench) -> BuildMeasure:
