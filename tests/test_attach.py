@@ -83,17 +83,23 @@ def test_a_padded_batch_is_its_rows_one_by_one(
         mask[line, place] = 1
     with attach(model, memory, RoutingConfig(k=3)) as routing:
         together = model(padded, attention_mask=mask, use_cache=False).logits
-        counted = {layer: stats.tokens for layer, stats in routing.stats().items()}
+        in_batch = routing.stats()
         for line, row in enumerate(rows):
             alone = model(row, use_cache=False).logits[0]
             torch.testing.assert_close(
                 together[line][mask[line].bool()], alone, rtol=1e-4, atol=1e-4
             )
-        assert counted == {layer: int(mask.sum()) for layer in counted}
         if side == "left":
             batched = generate(model, padded, attention_mask=mask)
             for line, row in enumerate(rows):
                 assert torch.equal(batched[line, longest:], generate(model, row)[0, row.shape[1] :])
+    with attach(model, memory, RoutingConfig(k=3)) as routing:
+        for row in rows:
+            model(row, use_cache=False)
+        for layer, alone in routing.stats().items():
+            assert in_batch[layer].tokens == alone.tokens == int(mask.sum())
+            assert in_batch[layer].changed == alone.changed
+            assert in_batch[layer].mean_confidence == pytest.approx(alone.mean_confidence, rel=1e-4)
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
