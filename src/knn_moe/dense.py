@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from knn_moe.errors import UnsupportedModelError
 from knn_moe.intercept import Callback, ReplaceLogits, RouterHook
-from knn_moe.routers import Router
+from knn_moe.routers import Router, block_of
 
 
 class ChooseAll(TorchFunctionMode):
@@ -100,8 +100,7 @@ class DenseGradient(RouterHook):
 
 def dense_gradient(model: nn.Module, router: Router, callback: Callback) -> DenseGradient:
     """The hook for `router`, with the experts module of its block."""
-    parent = model.get_submodule(router.name.removesuffix(".base_layer").rpartition(".")[0])
-    experts = getattr(parent, "experts", None)
+    experts = getattr(block_of(model, router.name), "experts", None)
     if not isinstance(experts, nn.Module):
         raise unsupported(router)
     return DenseGradient(router, callback, experts)

@@ -127,7 +127,14 @@ def _records(recorder: Any, name: str, module: nn.Module) -> bool:
 def _descend(name: str, module: nn.Module) -> tuple[str, nn.Module]:
     for child in _ROUTER_NAMES:
         if hasattr(module, "experts") and hasattr(module, child):
-            return f"{name}.{child}", getattr(module, child)
+            return _inside_adapter(f"{name}.{child}", getattr(module, child))
+    return name, module
+
+
+def _inside_adapter(name: str, module: nn.Module) -> tuple[str, nn.Module]:
+    """The router itself, where PEFT has put an adapter around it."""
+    while isinstance(getattr(module, "base_layer", None), nn.Module):
+        name, module = f"{name}.base_layer", module.base_layer  # type: ignore[assignment]
     return name, module
 
 
@@ -135,20 +142,20 @@ def _named(model: nn.Module) -> dict[str, nn.Module]:
     """Outermost modules named gate or router that sit in an MoE block and have an [N, d] weight."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        bare = name.removesuffix(".base_layer")
-        parent, _, last = bare.rpartition(".")
-        inside = any(name.startswith(f"{outer}.") for outer in found)
+        parent, _, last = name.rpartition(".")
+        inside = any(name.startswith(f"{bare_name(outer)}.") for outer in found)
         if last not in _ROUTER_NAMES or inside or _ATTENTION.search(parent):
             continue
         block = model.get_submodule(parent)
         is_moe = "moe" in type(block).__name__.lower() or hasattr(block, "experts")
-        if is_moe and _has_weight(module):
-            found[name] = module
+        router_name, router = _inside_adapter(name, module)
+        if is_moe and _has_weight(router):
+            found[router_name] = router
     return found
 
 
 def _describe(model: nn.Module, name: str, module: nn.Module) -> Router:
-    parent = model.get_submodule(name.removesuffix(".base_layer").rpartition(".")[0])
+    parent = block_of(model, name)
     _refuse_adapted(model, name, module)
     num_experts, hidden_size = _weight(module).shape
     numbers = re.findall(r"(?:^|\.)(\d+)(?:\.|$)", name)
@@ -165,9 +172,19 @@ def _describe(model: nn.Module, name: str, module: nn.Module) -> Router:
     )
 
 
+def bare_name(name: str) -> str:
+    """A router's name without the adapters around it."""
+    return name.replace(".base_layer", "")
+
+
+def block_of(model: nn.Module, name: str) -> nn.Module:
+    """The module a router belongs to."""
+    return model.get_submodule(bare_name(name).rpartition(".")[0])
+
+
 def _refuse_adapted(model: nn.Module, name: str, module: nn.Module) -> None:
     """An adapter around a linear map adds to the logits after us; one of its weight does not."""
-    bare = name.removesuffix(".base_layer")
+    bare = bare_name(name)
     around = type(model.get_submodule(bare)).__name__ if bare != name else "ParamWrapper"
     inside = any(hasattr(child, "base_layer") for child in module.children())
     if inside or around != "ParamWrapper":
