@@ -254,13 +254,14 @@ def test_a_failure_keeps_all_that_was_computed(
     assert (partial_folder(tmp_path / "m") / "journal.txt").read_text() == "0\n1\n2\n3\n"
 
 
+def stop(progress: BuildProgress) -> None:
+    if progress.tokens > 100:
+        raise KeyboardInterrupt
+
+
 def test_half_a_line_in_the_journal_does_not_count(
     model: PreTrainedModel, tokenizer: object, tmp_path: Path
 ) -> None:
-    def stop(progress: BuildProgress) -> None:
-        if progress.tokens > 100:
-            raise KeyboardInterrupt
-
     folder, config = tmp_path / "memory", BuildConfig(batch_tokens=40)
     with pytest.raises(KeyboardInterrupt):
         build_memory(model, tokenizer, TEXTS, config, folder=folder, on_progress=stop)
@@ -276,10 +277,6 @@ def test_half_a_line_in_the_journal_does_not_count(
 def test_going_on_with_something_else_is_refused(
     model: PreTrainedModel, tokenizer: object, tmp_path: Path
 ) -> None:
-    def stop(progress: BuildProgress) -> None:
-        if progress.tokens > 100:
-            raise KeyboardInterrupt
-
     folder, config = tmp_path / "memory", BuildConfig(batch_tokens=40)
     with pytest.raises(KeyboardInterrupt):
         build_memory(model, tokenizer, TEXTS, config, folder=folder, on_progress=stop)

@@ -127,7 +127,8 @@ def _check_belongs(model: nn.Module, routers: list[Router], memory: RoutingMemor
     if identity.fingerprint != memory.base_model.fingerprint:
         raise MemoryMismatchError(
             f"This memory was built for {memory.base_model}, and the model is {identity}. "
-            f"Build one for this model, or pass force=True if you know they belong together."
+            f"Build one for this model, or, if you know they belong together, force it "
+            f"(force=True, --force)."
         )
 
 

@@ -84,8 +84,12 @@ def load_model(name: str, device_name: str | None, dtype: str) -> tuple[Any, Any
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from knn_moe.routers import find_routers
+
     device = pick_device(device_name)
-    _require_room(name, load_structure(name), device, dtype)
+    structure = load_structure(name)
+    find_routers(structure)  # a model without any is told before its weights are read
+    _require_room(name, structure, device, dtype)
     try:
         with log.status(f"Loading {name}"):
             tokenizer = AutoTokenizer.from_pretrained(name)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from knn_moe.cli.common import json_option, print_json, print_table
+
+if TYPE_CHECKING:
+    from knn_moe.memory import RoutingMemory
 
 
 @click.command(name="inspect")
@@ -24,19 +27,37 @@ def command(memory: str, as_json: bool) -> None:
     from knn_moe.memory import RoutingMemory
 
     opened = RoutingMemory.from_pretrained(memory)
-    header = opened.header.to_dict()
-    facts = {
-        "base model": opened.base_model.name,
-        "revision": opened.base_model.revision or "-",
-        "routers": f"{opened.base_model.architecture} {opened.base_model.fingerprint[:12]}",
-        "cases per layer": f"{len(opened):,}",
-        "examples": f"{opened.provenance.num_examples:,}",
-        "size": f"{opened.nbytes / 1e6:,.1f} MB",
+    if as_json:
+        numbers = {"cases": len(opened), "examples": opened.provenance.num_examples}
+        facts = {**opened.header.to_dict(), **numbers, "bytes": opened.nbytes}
+        print_json({**facts, "layers": _layers(opened)})
+        return
+    print_table(memory, ("", ""), list(_facts(opened).items()))
+    columns = ("layer", "cases", "hidden", "experts", "keys", "γ", "typical distance")
+    rows = [
+        (*list(layer.values())[:-1], f"{layer['gamma']:.4g}", f"{layer['gamma'] ** -0.5:.4g}")
+        for layer in _layers(opened)
+    ]
+    print_table("layers", columns, rows)
+
+
+def _facts(memory: RoutingMemory) -> dict[str, str]:
+    header = memory.header.to_dict()
+    return {
+        "base model": memory.base_model.name,
+        "revision": memory.base_model.revision or "-",
+        "routers": f"{memory.base_model.architecture} {memory.base_model.fingerprint[:12]}",
+        "cases per layer": f"{len(memory):,}",
+        "examples": f"{memory.provenance.num_examples:,}",
+        "size": f"{memory.nbytes / 1e6:,.1f} MB",
         "built with": _settings(header["build"]),
         "used with": _settings(header["routing"]),
         "libraries": _settings(header["libraries"]),
     }
-    layers: list[dict[str, Any]] = [
+
+
+def _layers(memory: RoutingMemory) -> list[dict[str, Any]]:
+    return [
         {
             "layer": index,
             "cases": len(layer.keys),
@@ -45,27 +66,8 @@ def command(memory: str, as_json: bool) -> None:
             "dtype": str(layer.keys.dtype).removeprefix("torch."),
             "gamma": layer.gamma,
         }
-        for index, layer in opened.layers.items()
+        for index, layer in memory.layers.items()
     ]
-    if as_json:
-        numbers = {"cases": len(opened), "examples": opened.provenance.num_examples}
-        print_json({**header, **numbers, "bytes": opened.nbytes, "layers": layers})
-        return
-    print_table(str(memory), ("", ""), list(facts.items()))
-    columns = ("layer", "cases", "hidden", "experts", "keys", "γ", "typical distance")
-    rows = [
-        (
-            layer["layer"],
-            f"{layer['cases']:,}",
-            layer["hidden_size"],
-            layer["num_experts"],
-            layer["dtype"],
-            f"{layer['gamma']:.4g}",
-            f"{layer['gamma'] ** -0.5:.4g}",
-        )
-        for layer in layers
-    ]
-    print_table("layers", columns, rows)
 
 
 def _settings(values: dict[str, Any]) -> str:
