@@ -16,9 +16,10 @@ ROOT = Path(knn_moe.__file__).parent
 # Each room may import only from rooms above it.
 ORDER = """
     errors similarity mixing provenance index.protocol index.exact index config gamma
-    reference routers experts intercept dense identity header card storage writer memory
+    reference routers experts intercept dense embedded identity header card storage writer memory
     optimise batches drain workspace build recall hooks handle
-    bench.models bench.build bench demo cli.common cli
+    stats likelihood controls trace
+    bench.models bench.build bench demo.result report demo cli.common cli
 """.split()  # noqa: SIM905
 
 

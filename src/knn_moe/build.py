@@ -30,7 +30,7 @@ from knn_moe.intercept import forget_compiled_graphs, hook_on
 from knn_moe.memory import RoutingMemory
 from knn_moe.optimise import frozen, optimise_routing
 from knn_moe.reference import ExampleLike, iter_examples
-from knn_moe.routers import Router, find_routers, run_device, unwrap
+from knn_moe.routers import Router, find_routers, input_device, unwrap
 from knn_moe.storage import TemporaryFolder, refuse_existing
 from knn_moe.workspace import Workspace
 from knn_moe.writer import LayerShape
@@ -124,7 +124,7 @@ def _fill(
 ) -> None:
     """Compute and write every batch that is not on disk yet."""
     config = workspace.header.build
-    device = _input_device(model)
+    device = input_device(model)
     with Drain(workspace.writer, _key_dtype(model)) as drain:
         for number, windows in enumerate(plan_batches(reference.lengths, config.batch_tokens)):
             batch, rows = make_batch(reference, windows)
@@ -177,8 +177,3 @@ def _check_vocabulary(model: nn.Module, reference: ReferenceTokens) -> None:
 
 def _key_dtype(model: nn.Module) -> torch.dtype:
     return next(p.dtype for p in model.parameters() if p.dtype.is_floating_point)
-
-
-def _input_device(model: nn.Module) -> torch.device:
-    """Where token ids go: where the embedding runs."""
-    return run_device(unwrap(model).get_input_embeddings())

@@ -6,6 +6,8 @@ Knows the model's structure through routers.py and intercept.py; the mathematics
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 import torch
@@ -13,7 +15,7 @@ from torch import nn
 
 from knn_moe.config import RoutingConfig
 from knn_moe.errors import AttachError, ConfigError, MemoryMismatchError, RouterNotCalledError
-from knn_moe.hooks import LayerStats, RecallHook, TokenMask
+from knn_moe.hooks import LayerStats, RecallHook, RouterCall, TokenMask
 from knn_moe.identity import identify
 from knn_moe.intercept import forget_compiled_graphs, hook_on
 from knn_moe.memory import RoutingMemory
@@ -75,6 +77,19 @@ class Routing:
     def stats(self) -> dict[int, LayerStats]:
         """Per layer: calls, tokens, mean λ, and the share of tokens whose experts changed."""
         return {hook.router.layer: hook.stats() for hook in self._hooks}
+
+    @contextmanager
+    def observed(self, observer: Callable[[RouterCall], None]) -> Iterator[None]:
+        """While inside, hand each router call to `observer`, after its experts are chosen."""
+        if not self._handles:
+            raise AttachError("The memory is not attached any more: attach it again to observe it.")
+        for hook in self._hooks:
+            hook.observer = observer
+        try:
+            yield
+        finally:
+            for hook in self._hooks:
+                hook.observer = None
 
     def detach(self) -> None:
         """Take the memory off. Does nothing the second time.

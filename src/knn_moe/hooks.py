@@ -59,6 +59,19 @@ class Counts(nn.Module):
             self.changed += (changed & real).sum()
 
 
+@dataclass(frozen=True)
+class RouterCall:
+    """What one router call was about. Shapes: inputs [T, d]; before, after [T, top_k], the
+    experts of the router's own logits and of the mixed ones, ascending; confidence [T]."""
+
+    layer: int
+    recall: LayerRecall
+    inputs: Tensor
+    before: Tensor
+    after: Tensor
+    confidence: Tensor
+
+
 class RecallHook(RouterHook):
     """Mixes a layer's recalled logits into its router's, and counts what that did."""
 
@@ -71,11 +84,12 @@ class RecallHook(RouterHook):
         self.count_changes = count_changes
         self.counts = Counts(recall.values.device)
         self.called = False
+        self.observer: Callable[[RouterCall], None] | None = None
 
     def mix(self, inputs: Tensor, logits: Tensor) -> Tensor:
         wide, confidence = self.recall(inputs, logits)
         mixed: Tensor = wide.to(logits.dtype)
-        self.state.step = logits, mixed, confidence
+        self.state.step = inputs, logits, mixed, confidence
         return mixed
 
     def after(
@@ -85,12 +99,16 @@ class RecallHook(RouterHook):
         step, self.state.step = self.state.step, None
         if step is None or output is None:
             return
-        logits, mixed, confidence = step
+        inputs, logits, mixed, confidence = step
         changed = None
-        if self.count_changes:
+        if self.count_changes or self.observer is not None:
             unmixed = self._unmixed(module, args, kwargs, logits)
-            before = chosen_experts(self.router, unmixed, logits)
-            changed = (before != chosen_experts(self.router, output, mixed)).any(dim=-1)
+            chosen = chosen_experts(self.router, unmixed, logits)
+            used = chosen_experts(self.router, output, mixed)
+            changed = (chosen != used).any(dim=-1)
+            if self.observer is not None:
+                call = RouterCall(self.router.layer, self.recall, inputs, chosen, used, confidence)
+                self.observer(call)
         self.counts.add(confidence, changed, self.mask.real(confidence))
         if not torch.compiler.is_compiling():
             self.called = True

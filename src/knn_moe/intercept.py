@@ -64,7 +64,8 @@ class CallState:
     """What a hook keeps between the beginning and the end of one router call."""
 
     mode: ReplaceLogits | None = None
-    step: tuple[Tensor, Tensor, Tensor] | None = None  # logits, mixed logits, confidence
+    # router inputs, logits, mixed logits, confidence
+    step: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
 
 
 class _PerThread(threading.local):

@@ -9,15 +9,22 @@ import torch
 from torch import Tensor
 
 
+def neighbour_weights(log_similarity: Tensor) -> Tensor:
+    """Each neighbour's share s_j / Σ_m s_m of the proposal  (§4.2).
+
+    A softmax of log s: the same ratio, and still one when every s underflows.
+    Shapes: log_similarity [T, K]. Result [T, K].
+    """
+    lowest = torch.finfo(log_similarity.dtype).min
+    return torch.softmax(log_similarity.clamp(min=lowest), dim=-1)
+
+
 def propose_logits(values: Tensor, log_similarity: Tensor) -> Tensor:
     """Memory proposal r_mem = Σ_j s_j v_j / Σ_m s_m  (§4.2).
 
-    The weights are a softmax of log s: the same ratio, and still one when every s underflows.
     Shapes: values [T, K, N]; log_similarity [T, K]. Result [T, N].
     """
-    lowest = torch.finfo(log_similarity.dtype).min
-    weights = torch.softmax(log_similarity.clamp(min=lowest), dim=-1)
-    return (weights[:, :, None] * values).sum(dim=1)
+    return (neighbour_weights(log_similarity)[:, :, None] * values).sum(dim=1)
 
 
 def confidence(log_similarity: Tensor) -> Tensor:

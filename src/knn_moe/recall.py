@@ -39,12 +39,23 @@ class LayerRecall(nn.Module):
 
     def forward(self, inputs: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Mixed logits and confidence. Shapes: inputs [T, d]; logits [T, N] → [T, N], [T]."""
-        queries = self.similarity.prepare(inputs.to(self.dtype))
-        squared_distance, rows = self.index.search(queries, self.k)
-        log_similarity = self.similarity.log(squared_distance, self.gamma)
+        squared_distance, rows = self.nearest(inputs)
+        log_similarity = self.log_similarity(squared_distance)
         proposal = propose_logits(self.values[rows], log_similarity)
         weight = confidence(log_similarity)
         return mix_logits(logits.float(), proposal, weight), weight
+
+    def nearest(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """The K nearest cases, nearest first: d² of prepared vectors, and rows of the memory.
+
+        Shapes: inputs [T, d] → [T, K] fp32, [T, K] int64.
+        """
+        queries = self.similarity.prepare(inputs.to(self.dtype))
+        return self.index.search(queries, self.k)
+
+    def log_similarity(self, squared_distance: Tensor) -> Tensor:
+        """log s of each neighbour. Shapes: [T, K] → [T, K], at most 0."""
+        return self.similarity.log(squared_distance, self.gamma)
 
 
 def layer_gamma(

@@ -81,6 +81,11 @@ def run_device(module: nn.Module) -> torch.device:
     return weight.device
 
 
+def input_device(model: nn.Module) -> torch.device:
+    """Where token ids go: where the embedding runs."""
+    return run_device(unwrap(model).get_input_embeddings())
+
+
 def offload_hooks(module: nn.Module) -> list[Any]:
     """The hooks accelerate has put on a module."""
     hook: Any = getattr(module, "_hf_hook", None)

@@ -1,0 +1,133 @@
+"""How likely a causal language model finds text, with a memory attached or without.
+
+Knows token ids, logits and caches; nothing of memories, tokenizers or tasks. No attention mask is
+passed: every token is real. Sums are in fp32 whatever the model's dtype.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from knn_moe.errors import ConfigError
+from knn_moe.routers import input_device, unwrap
+
+OnBatch = Callable[[int], None]  # rows done so far
+
+# Layers that keep keys and values of each token, and repeat all they keep.
+_REPEATABLE: Final = (DynamicLayer, DynamicSlidingWindowLayer)
+
+
+@dataclass(frozen=True)
+class TokenLosses:
+    """Of W windows of L tokens, on the CPU. Shapes: nll [W, L - 1] fp32, the negative
+    log-likelihood of each token but the first; correct [W, L - 1] bool, was it the likeliest."""
+
+    nll: Tensor
+    correct: Tensor
+
+
+@torch.no_grad()
+def token_losses(
+    model: nn.Module, windows: Tensor, batch_size: int, on_batch: OnBatch | None = None
+) -> TokenLosses:
+    """Score every token of full windows but the first. Shapes: windows [W, L]."""
+    _check(batch_size, windows.ndim == 2 and windows.shape[1] >= 2, "windows [W, L ≥ 2]", windows)
+    device = input_device(model)
+    nll = torch.empty(len(windows), windows.shape[1] - 1)
+    correct = torch.empty(nll.shape, dtype=torch.bool)
+    for start in range(0, len(windows), batch_size):
+        rows = slice(start, start + batch_size)
+        ids = windows[rows].to(device)
+        logits = model(ids, use_cache=False).logits[:, :-1]
+        nll[rows] = _losses(logits, ids[:, 1:]).cpu()
+        correct[rows] = (logits.argmax(dim=-1) == ids[:, 1:].to(logits.device)).cpu()
+        if on_batch:
+            on_batch(start + len(ids))
+    return TokenLosses(nll, correct)
+
+
+@torch.no_grad()
+def continuation_scores(
+    model: nn.Module,
+    contexts: Tensor,
+    continuations: Tensor,
+    batch_size: int,
+    on_batch: OnBatch | None = None,
+) -> Tensor:
+    """Log-likelihood of each of A continuations given its context, summed over its tokens.
+
+    A context is read once where the model's cache can be repeated for its continuations, else
+    once for each. `batch_size` counts contexts: `batch_size` × A rows go through the model.
+    Shapes: contexts [B, C]; continuations [B, A, N]. Result [B, A] fp32, on the CPU.
+    """
+    fits = contexts.ndim == 2 and continuations.ndim == 3 and len(contexts) == len(continuations)
+    fits = fits and min(*contexts.shape[1:], *continuations.shape[1:]) > 0
+    _check(batch_size, fits, "contexts [B, C] and continuations [B, A, N]", contexts, continuations)
+    device = input_device(model)
+    scores = torch.empty(continuations.shape[:2])
+    shared = True
+    for start in range(0, len(contexts), batch_size):
+        rows = slice(start, start + batch_size)
+        context, options = contexts[rows].to(device), continuations[rows].to(device)
+        scored = _read_context_once(model, context, options) if shared else None
+        shared = scored is not None
+        scores[rows] = (_read_whole(model, context, options) if scored is None else scored).cpu()
+        if on_batch:
+            on_batch(start + len(context))
+    return scores
+
+
+def _read_context_once(model: nn.Module, context: Tensor, options: Tensor) -> Tensor | None:
+    """Scores by way of the context's cache; None if it cannot be repeated.
+
+    Shapes: context [b, C]; options [b, A, N]. Result [b, A].
+    """
+    takes = inspect.signature(unwrap(model).forward).parameters
+    only_last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+    read = model(context, use_cache=True, **only_last)
+    cache: Any = getattr(read, "past_key_values", None)
+    # By exact type: hybrid layers inherit a repeat that leaves their recurrent state as it was.
+    if type(cache) is not DynamicCache or any(type(x) not in _REPEATABLE for x in cache.layers):
+        return None
+    rows, choices, length = options.shape
+    cache.batch_repeat_interleave(choices)
+    flat = options.flatten(0, 1)
+    first = read.logits[:, -1:].repeat_interleave(choices, dim=0)
+    rest = model(flat, past_key_values=cache, use_cache=True).logits[:, : length - 1]
+    losses = torch.cat([_losses(first, flat[:, :1]), _losses(rest, flat[:, 1:])], dim=1)
+    return -losses.sum(dim=1).view(rows, choices)
+
+
+def _read_whole(model: nn.Module, context: Tensor, options: Tensor) -> Tensor:
+    """Scores by reading each continuation behind its context. Shapes as `_read_context_once`."""
+    rows, choices, length = options.shape
+    flat = options.flatten(0, 1)
+    ids = torch.cat([context.repeat_interleave(choices, dim=0), flat], dim=1)
+    logits = model(ids, use_cache=False).logits[:, -length - 1 : -1]
+    return -_losses(logits, flat).sum(dim=1).view(rows, choices)
+
+
+def _losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross entropy in fp32, a row at a time: wide logits of a batch may not fit beside it.
+
+    Shapes: logits [b, T, V]; targets [b, T]. Result [b, T].
+    """
+    targets = targets.to(logits.device)
+    rows = zip(logits, targets, strict=True)
+    return torch.stack([F.cross_entropy(row.float(), ids, reduction="none") for row, ids in rows])
+
+
+def _check(batch_size: int, fits: bool, wanted: str, *given: Tensor) -> None:
+    if batch_size < 1:
+        raise ConfigError(f"batch_size must be at least 1, got {batch_size}.")
+    if not fits:
+        shown = " and ".join(str(list(tensor.shape)) for tensor in given)
+        raise ConfigError(f"Scoring takes {wanted} of token ids, got {shown}.")
