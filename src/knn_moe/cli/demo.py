@@ -31,7 +31,7 @@ def command(steps: int, out: Path | None, as_json: bool) -> None:
     Everything it needs is on every machine that has Python: it learns from the source of the
     standard library and is tried on Python's documentation. Takes about two minutes on two cores.
     """
-    from knn_moe.demo import run_demo
+    from knn_moe.demo.run import run_demo
     from knn_moe.storage import refuse_existing
 
     if out is not None:

@@ -1,0 +1,1 @@
+"""The main job from end to end on an embedded model: build, attach, measure, show."""
