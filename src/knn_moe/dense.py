@@ -12,7 +12,8 @@ refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,8 @@ from torch.utils.hooks import RemovableHandle
 from knn_moe.errors import UnsupportedModelError
 from knn_moe.intercept import Callback, ReplaceLogits, RouterHook
 from knn_moe.routers import Router, block_of
+
+_ROWS: Final = 1 << 15  # tokens × experts that are run together
 
 
 class ChooseAll(TorchFunctionMode):
@@ -47,12 +50,65 @@ class ChooseAll(TorchFunctionMode):
         return func(*args, **options)
 
 
+class StraightThrough(torch.autograd.Function):
+    """The experts' output as it is; on the way back, a gradient for the weights of all experts.
+
+    What d Σ_j p_j E_j(x) / dp_j is, ⟨slope, E_j(x)⟩, needs no graph: the experts run in the
+    backward pass only, a few at a time.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, output: Tensor, weights: Tensor, indices: Tensor, x: Tensor, experts: Experts
+    ) -> Tensor:
+        """Shapes: output, x [T, d]; weights, indices [T, n], experts in any order."""
+        ctx.save_for_backward(indices, x)
+        ctx.experts, ctx.dtype = experts, weights.dtype
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        indices, x = ctx.saved_tensors
+        (slope,) = slopes
+        gains = ctx.experts.gains(x, slope).gather(1, indices)
+        return slope, gains.to(ctx.dtype), None, None, None
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of one block, run one by one instead of mixed."""
+
+    module: nn.Module
+    number: int
+
+    def gains(self, x: Tensor, slope: Tensor) -> Tensor:
+        """⟨slope, E_j(x)⟩ for every expert j. Shapes: x, slope [T, d] → [T, N] fp32."""
+        together = max(1, _ROWS // len(x))
+        parts = [
+            self._gains_of(range(start, min(start + together, self.number)), x, slope)
+            for start in range(0, self.number, together)
+        ]
+        return torch.cat(parts, dim=1)
+
+    def _gains_of(self, numbers: range, x: Tensor, slope: Tensor) -> Tensor:
+        # Experts that transformers does not dispatch may not know a single choice (LongCat): they
+        # get it twice, the second time with no weight.
+        columns = 1 if hasattr(self.module, "has_gate") else 2
+        count = len(numbers)
+        chosen = torch.arange(numbers.start, numbers.stop, device=x.device)
+        index = chosen.repeat_interleave(len(x))[:, None].expand(-1, columns)
+        weight = torch.zeros(index.shape, dtype=x.dtype, device=x.device)
+        weight[:, 0] = 1
+        values: Tensor = self.module.forward(x.repeat(count, 1), index, weight)
+        return (values.view(count, *x.shape) * slope).sum(dim=-1, dtype=torch.float32).T
+
+
 class DenseGradient(RouterHook):
     """A router hook whose replaced logits get their gradient through all experts."""
 
     def __init__(self, router: Router, callback: Callback, experts: nn.Module) -> None:
         super().__init__(router, callback)
-        self.experts = experts
+        self.experts = Experts(experts, router.num_experts)
         self.all_experts: tuple[Tensor, Tensor] | None = None
 
     def after(
@@ -74,13 +130,14 @@ class DenseGradient(RouterHook):
             raise unsupported(self.router)
         indices, weights = self.all_experts
         self.all_experts = None
-        dense: Tensor = module.forward(args[0].detach(), indices, weights)
-        return output + (dense - dense.detach())
+        straight_through: Any = StraightThrough.apply
+        result: Tensor = straight_through(output, weights, indices, args[0].detach(), self.experts)
+        return result
 
     def install(self) -> list[RemovableHandle]:
         return [
             *super().install(),
-            self.experts.register_forward_hook(self.after_experts, with_kwargs=True),
+            self.experts.module.register_forward_hook(self.after_experts, with_kwargs=True),
         ]
 
     def _places(self, output: Any) -> tuple[int, int]:
