@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from knn_moe.embedded import public_name
 from knn_moe.errors import UnsupportedModelError
 from knn_moe.routers import Router, offload_hooks, unwrap
 
@@ -36,7 +37,7 @@ def identify(model: nn.Module, routers: list[Router]) -> ModelIdentity:
     name = getattr(config, "_name_or_path", "") or getattr(config, "name_or_path", "")
     inner = unwrap(model)
     return ModelIdentity(
-        name=name or type(inner).__name__,
+        name=public_name(name) if name else type(inner).__name__,
         revision=getattr(config, "_commit_hash", None),
         architecture=type(inner).__name__,
         fingerprint=fingerprint(routers),
@@ -82,7 +83,7 @@ def identify_tokenizer(tokenizer: Any) -> dict[str, str | None]:
     else:
         rules = sorted(tokenizer.get_vocab().items())
     return {
-        "name": str(getattr(tokenizer, "name_or_path", "")),
+        "name": public_name(str(getattr(tokenizer, "name_or_path", ""))),
         "fingerprint": _hash(rules),
         "chat_template": None if template is None else _hash(template),
     }

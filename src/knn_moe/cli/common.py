@@ -80,10 +80,11 @@ def pick_device(name: str | None) -> Any:
 
 
 def load_model(name: str, device_name: str | None, dtype: str) -> tuple[Any, Any]:
-    """A causal language model and its tokenizer, from a folder or the hub."""
+    """A causal language model and its tokenizer: embedded, from a folder or from the hub."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from knn_moe.embedded import embedded_model
     from knn_moe.routers import find_routers
 
     device = pick_device(device_name)
@@ -92,8 +93,9 @@ def load_model(name: str, device_name: str | None, dtype: str) -> tuple[Any, Any
     _require_room(name, structure, device, dtype)
     try:
         with log.status(f"Loading {name}"):
-            tokenizer = AutoTokenizer.from_pretrained(name)
-            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
+            place = embedded_model(name)
+            tokenizer = AutoTokenizer.from_pretrained(place)
+            model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype).to(device).eval()
     except (torch.OutOfMemoryError, MemoryError):
         raise ModelTooLargeError(f"{name!r} does not fit on {device}.") from None
     except Exception as error:  # transformers, safetensors and the hub each have their own
@@ -108,8 +110,10 @@ def load_structure(name: str) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from knn_moe.embedded import embedded_model
+
     try:
-        config = AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(embedded_model(name))
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     except Exception as error:  # transformers, safetensors and the hub each have their own

@@ -1,0 +1,265 @@
+"""Train small Mixture-of-Experts models from recipes, all at once on one device.
+
+    python models/train.py models/recipes/tiny-*.json --out OUT
+
+Reads the text of the seen domains, trains the tokenizer they share unless OUT has one, then
+trains each recipe in a process of its own: small models leave most of a large GPU idle. Each
+ends as OUT/NAME, a folder for `from_pretrained`, with `training.json` beside its weights: losses
+by domain, how evenly the experts are used and how their use differs between domains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as processes
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
+
+from audit import audit_experts, held_out, losses_by_domain
+from corpus import SEEN, UNSEEN, default_data, encode, read_texts, train_tokenizer, windows
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A model to train: its shape in the words of its own config, and how to train it."""
+
+    name: str
+    model_type: str
+    config: dict[str, Any]
+    epochs: float = 12
+    length: int = 512  # tokens in a window
+    batch: int = 64  # windows in a step
+    learning_rate: float = 3e-3
+    warmup: float = 0.03  # share of the steps
+    weight_decay: float = 0.1
+    balance: float = 0.02  # weight of the load-balancing loss
+    clip: float = 1.0
+    seed: int = 0
+    domains: tuple[str, ...] = field(default=SEEN)
+
+    @staticmethod
+    def read(path: Path) -> Recipe:
+        return Recipe(name=path.stem, **json.loads(path.read_text(encoding="utf8")))
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where one training takes its input and leaves its output."""
+
+    data: Path
+    out: Path
+    device: str
+    compiled: bool
+    max_steps: int | None  # stop early, to try a recipe or to time it
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.out / "tokenizer"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("recipes", nargs="+", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--data", type=Path, default=default_data())
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--eager", action="store_true", help="do not compile")
+    parser.add_argument("--max-steps", type=int)
+    options = parser.parse_args()
+    run = Run(options.data, options.out, options.device, not options.eager, options.max_steps)
+    recipes = [Recipe.read(path) for path in options.recipes]
+    prepare_tokenizer(run, recipes[0])
+    if len(recipes) == 1:
+        train(recipes[0], run)
+        return
+    context = processes.get_context("spawn")
+    workers = [context.Process(target=train, args=(recipe, run)) for recipe in recipes]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    if any(worker.exitcode for worker in workers):
+        raise SystemExit("A training failed; see above.")
+
+
+def prepare_tokenizer(run: Run, recipe: Recipe) -> None:
+    if run.tokenizer.exists():
+        return
+    texts = [text for domain in recipe.domains for text in read_texts(run.data, domain, "train")]
+    train_tokenizer(texts, recipe.config["vocab_size"]).save_pretrained(run.tokenizer)
+
+
+def train(recipe: Recipe, run: Run) -> None:
+    """Train, audit and save one model."""
+    started = time.perf_counter()
+    set_seed(recipe.seed)
+    tokenizer = AutoTokenizer.from_pretrained(run.tokenizer)
+    documents = [
+        document
+        for domain in recipe.domains
+        for document in encode(tokenizer, read_texts(run.data, domain, "train"))
+    ]
+    model = make_model(recipe, tokenizer).to(run.device)
+    seen = held_out(tokenizer, run.data, recipe.domains)
+    history = fit(model, recipe, documents, seen, run)
+    history["seconds"] = round(time.perf_counter() - started, 1)
+    model.config.router_aux_loss_coef = recipe.balance
+    report = {
+        "recipe": recipe.name,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "active": active_parameters(model),
+        "domains": list(recipe.domains),
+        "train_tokens": sum(map(len, documents)),
+        "history": history,
+        "losses": losses_by_domain(model, seen | held_out(tokenizer, run.data, UNSEEN)),
+        "experts": audit_experts(model, seen),
+        "versions": {"torch": torch.__version__, "device": device_name(run.device)},
+    }
+    folder = run.out / recipe.name
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "training.json").write_text(json.dumps(report, indent=1), encoding="utf8")
+    print(f"{recipe.name}: {json.dumps(report['losses'])}", flush=True)
+
+
+def make_model(recipe: Recipe, tokenizer: Any) -> Any:
+    """A fresh model of the recipe's shape, in bf16."""
+    config = AutoConfig.for_model(
+        recipe.model_type,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        router_aux_loss_coef=0.0,  # transformers' own balances all layers together, not each
+        **recipe.config,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).bfloat16()
+    model.config.dtype = torch.bfloat16
+    return model
+
+
+def fit(
+    model: Any, recipe: Recipe, documents: list[Tensor], seen: dict[str, Tensor], run: Run
+) -> dict[str, Any]:
+    """Run the recipe's epochs; returns what happened, for the report."""
+    generator = torch.Generator().manual_seed(recipe.seed)
+    per_epoch = sum(map(len, documents)) // (recipe.length * recipe.batch) - 1
+    steps = min(int(recipe.epochs * per_epoch), run.max_steps or 1 << 62)
+    optimiser = MasterAdamW(model, recipe)
+    objective = Objective(model, recipe.balance)
+    forward = torch.compile(objective) if run.compiled else objective
+    history: dict[str, Any] = {"train": [], "valid": [], "tokens": 0}
+    step, started = 0, time.perf_counter()
+    while step < steps:
+        epoch = windows(documents, recipe.length, generator).to(run.device)
+        losses = []
+        for batch in epoch.long().split(recipe.batch)[: min(per_epoch, steps - step)]:
+            loss, surprise = forward(batch)
+            loss.backward()
+            optimiser.step(learning_rate(step / steps, recipe))
+            losses.append(surprise)
+            step += 1
+        valid = losses_by_domain(model, seen)
+        history["train"].append(round(float(torch.stack(losses).mean()), 4))
+        history["valid"].append(round(sum(valid.values()) / len(valid), 4))
+        history["tokens"] = step * recipe.batch * recipe.length
+        pace = history["tokens"] / (time.perf_counter() - started)
+        print(
+            f"{recipe.name}: step {step:,} of {steps:,}, train {history['train'][-1]:.3f}, "
+            f"valid {history['valid'][-1]:.3f}, {pace:,.0f} tokens/s",
+            flush=True,
+        )
+    return history
+
+
+class Objective(torch.nn.Module):
+    """Next-token loss, and beside it a pull towards experts used evenly in every layer."""
+
+    def __init__(self, model: Any, balance: float) -> None:
+        super().__init__()
+        self.model = model
+        self.balance = balance
+
+    def forward(self, batch: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss to descend, and the part of it that is surprise. Shapes: batch [B, T]."""
+        output = self.model(
+            input_ids=batch, labels=batch, use_cache=False, output_router_logits=True
+        )
+        logits = torch.stack([layer.flatten(0, -2) for layer in output.router_logits])
+        unevenness = load_imbalance(logits, self.model.config.num_experts_per_tok)
+        return output.loss + self.balance * unevenness, output.loss.detach()
+
+
+def load_imbalance(logits: Tensor, top_k: int) -> Tensor:
+    """How unevenly each layer uses its experts: 1 where evenly, up to N / top_k (Switch, eq. 4).
+
+    Shapes: logits [layers, tokens, experts].
+    """
+    probabilities = logits.float().softmax(dim=-1)
+    chosen = probabilities.topk(top_k, dim=-1).indices
+    picked = torch.zeros_like(probabilities).scatter_(-1, chosen, 1.0 / top_k)
+    shares = picked.mean(dim=1) * probabilities.mean(dim=1)
+    return logits.shape[-1] * shares.sum(dim=-1).mean()
+
+
+class MasterAdamW:
+    """AdamW on fp32 copies of bf16 weights: a small step is not lost in rounding."""
+
+    def __init__(self, model: Any, recipe: Recipe) -> None:
+        self.clip = recipe.clip
+        self.weights = [p for p in model.parameters() if p.requires_grad]
+        self.masters = [weight.detach().float() for weight in self.weights]
+        decayed = [m for m in self.masters if m.ndim >= 2]
+        plain = [m for m in self.masters if m.ndim < 2]
+        self.optimiser = torch.optim.AdamW(
+            [
+                {"params": decayed, "weight_decay": recipe.weight_decay},
+                {"params": plain, "weight_decay": 0.0},
+            ],
+            lr=recipe.learning_rate,
+            betas=(0.9, 0.95),
+            fused=self.masters[0].is_cuda,
+        )
+
+    @torch.no_grad()
+    def step(self, learning_rate: float) -> None:
+        for group in self.optimiser.param_groups:
+            group["lr"] = learning_rate
+        for master, weight in zip(self.masters, self.weights, strict=True):
+            master.grad = torch.zeros_like(master) if weight.grad is None else weight.grad.float()
+            weight.grad = None
+        torch.nn.utils.clip_grad_norm_(self.masters, self.clip)
+        self.optimiser.step()
+        torch._foreach_copy_(self.weights, self.masters)
+
+
+def learning_rate(progress: float, recipe: Recipe) -> float:
+    """Linear warm-up, then a cosine to a twentieth."""
+    if progress < recipe.warmup:
+        return recipe.learning_rate * progress / recipe.warmup
+    turn = (progress - recipe.warmup) / (1 - recipe.warmup)
+    return recipe.learning_rate * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * turn)))
+
+
+def active_parameters(model: Any) -> int:
+    """Parameters a token passes through: of each layer's experts, only the chosen."""
+    total = 0
+    for name, parameter in model.named_parameters():
+        share = model.config.num_experts_per_tok / parameter.shape[0] if ".experts." in name else 1
+        total += int(parameter.numel() * share)
+    return total
+
+
+def device_name(device: str) -> str:
+    return torch.cuda.get_device_name() if device.startswith("cuda") else "CPU"
+
+
+if __name__ == "__main__":
+    main()
