@@ -25,7 +25,6 @@ from knn_moe.demo.result import (
     Tercile,
 )
 from knn_moe.report import page, passages, words
-from knn_moe.report.charts import Series, grouped_bars, heat_map, ticks
 from knn_moe.report.page import render_report, write_report
 from knn_moe.stats import Comparison
 
@@ -46,17 +45,18 @@ def make_result(layers: int = 4, experts: int = 16, texts: tuple[str, ...] = (TE
     draw = random.Random(0)
     before, after = (_expert_use(draw, layers, experts) for _ in range(2))
     return DemoResult(
-        model="a four-layer OLMoE with 16 experts, trained on the spot",
-        reference="41 topics of Python's documentation",
-        test="20 other topics",
+        model="tiny-olmoe",
+        reference="39 topics of Python's documentation",
+        reference_tokens=22_600,
+        test="40 other topics of Python's documentation",
         layers=tuple(range(layers)),
         top_k=2,
         test_tokens=11_264,
         test_windows=88,
         choices=256,
         memories=(
-            MemoryFacts(WAYS[1], "S = 1, η = 0.02, K = 1", "demo/paper", 22_528, 52_000_000, 14.2),
-            MemoryFacts(WAYS[2], "S = 5, η = 5, K = 8", "demo/strong", 22_528, 52_000_000, 61.0),
+            MemoryFacts(WAYS[1], "S = 1, η = 0.02, K = 1", "paper", 22_528, 52_000_000, 14.2),
+            MemoryFacts(WAYS[2], "S = 5, η = 5, K = 8", "strong", 22_528, 52_000_000, 61.0),
         ),
         scores=tuple(_score(number, layers) for number in range(4)),
         experts=ExpertUse(before, after),
@@ -69,22 +69,28 @@ def _score(number: int, layers: int) -> Score:
     score = Score(WAYS[number], NLLS[number], 0.341 + number / 100, 0.61 - number / 100)
     if number == 0:
         return score
-    change = NLLS[number] - NLLS[0]
     return replace(
         score,
-        nll_change=Comparison(change, change - 0.014, change + 0.014, 0.09 if number == 1 else 0.0),
+        nll_change=_nll_change(number),
         accuracy_change=Comparison(number / 100, 0.004, 0.017, 0.0021),
         choice_change=Comparison(-number / 100, -0.03, 0.01, 0.31),
         confidence=tuple(0.1 * number + 0.07 * layer / layers for layer in range(layers)),
         rerouted=tuple(0.05 * number + 0.11 * layer / layers for layer in range(layers)),
+        control=number == 3,
     )
+
+
+def _nll_change(number: int, scale: float = 1.0) -> Comparison:
+    change = (NLLS[number] - NLLS[0]) * scale
+    return Comparison(change, change - 0.014, change + 0.014, 0.09 if number == 1 else 0.0)
 
 
 def _tercile(number: int) -> Tercile:
     alone = 2.6 + 0.7 * number
-    nll = {way: alone + (NLLS[i] - NLLS[0]) * (number + 1) / 2 for i, way in enumerate(WAYS)}
+    change = {WAYS[i]: _nll_change(i, (number + 1) / 2) for i in (1, 2, 3)}
+    nll = {WAYS[0]: alone, **{way: alone + one.difference for way, one in change.items()}}
     name = ("easiest third", "middle third", "hardest third")[number]
-    return Tercile(name, (math.exp(alone - 0.4), math.exp(alone + 0.3)), nll)
+    return Tercile(name, (math.exp(alone - 0.4), math.exp(alone + 0.3)), nll, change)
 
 
 def _expert_use(draw: random.Random, layers: int, experts: int) -> tuple[tuple[float, ...], ...]:
@@ -101,8 +107,8 @@ def _passage(draw: random.Random, text: str, layers: int, experts: int) -> Passa
         cases = tuple(
             RecalledCase(
                 layer,
-                "".join(pieces[:12]),
-                pieces[12],
+                "".join(pieces[: 12 + layer]),
+                *pieces[12 + layer : 14 + layer],
                 draw.uniform(0.3, 1.6),
                 draw.random(),
                 *(((draw.randrange(experts),),) * 2 if draw.random() < 0.4 else ((), ())),
@@ -155,13 +161,6 @@ def numbers(svg: str) -> list[float]:
     return [float(value) for value in found]
 
 
-def rectangles(svg: str, name: str) -> list[dict[str, float]]:
-    found = [attrs for tag, attrs in Page(svg).tags if tag == "rect"]
-    bars = [attrs for attrs in found if name in (attrs["class"] or "").split()]
-    keys = ("x", "y", "width", "height")
-    return [{key: float(bar[key] or "nan") for key in keys} for bar in bars]
-
-
 @pytest.mark.parametrize(("layers", "experts"), [(4, 16), (1, 8), (3, 64), (2, 128)])
 def test_page_is_whole_and_loads_nothing(layers: int, experts: int) -> None:
     html = render_report(make_result(layers, experts))
@@ -183,14 +182,26 @@ def test_table_says_what_was_measured() -> None:
     assert all(way in text for way in WAYS)
     assert all(shown in text for shown in ("30.33", "29.99", "24.19", "38.71"))
     assert "With kNN-MoE (strong), perplexity falls from 30.33 to 24.19 (p < 0.001)." in text
-    assert "With its values shuffled, the control, it rises to 38.71 (p < 0.001)." in text
+    assert "a control, a memory that should not help, it rises to 38.71 (p < 0.001)." in text
     assert "−0.240 to −0.212" in text
     assert "+1.0\N{NARROW NO-BREAK SPACE}pts" in text
     assert "p = 0.002" in text
     rows = re.findall(r'<td class="change (\w+)">', render_report(make_result()))
-    assert rows == ["no", "better", "no", "better", "better", "no", "worse", "better", "no"]
-    assert "11,264 tokens in 88 windows" in text
-    assert "52.0 MB" in text
+    assert rows[:9] == ["no", "better", "no", "better", "better", "no", "worse", "better", "no"]
+    assert rows[9:] == ["no", "better", "worse"] * 3  # the thirds
+    words_only = " ".join(text.split())
+    assert "22,600 tokens of 39 topics of Python's documentation. It was tested on 40" in words_only
+    assert "11,264 tokens in 88 windows" in words_only
+    assert "S = 5, η = 5, K = 8 strong 22,528 52.0 MB 61.0" in words_only
+
+
+def test_a_control_is_known_by_its_flag() -> None:
+    scores = make_result().scores
+    unmarked = words.headline([replace(score, control=False) for score in scores])
+    assert unmarked.startswith("With control: values shuffled, perplexity rises")
+    assert "should not help" not in unmarked
+    renamed = (*scores[:3], replace(scores[3], way="noise"))
+    assert words.headline(renamed) == words.headline(scores)
 
 
 def test_expert_maps_name_the_largest_moves() -> None:
@@ -214,7 +225,20 @@ def test_thirds_show_the_change_against_the_model_alone() -> None:
     text = Page(render_report(make_result())).text.replace("\xa0", " ")
     assert all(shown in text for shown in ("−0.113", "−0.226", "−0.339", "+0.366"))
     assert "9.03 to 18.17" in text
+    assert "−0.353 to −0.325" in text
     assert "hardest third, kNN-MoE (strong): −0.3390" in text
+
+
+def test_thirds_draw_the_change_that_was_measured() -> None:
+    result = make_result()
+    measured = Comparison(-0.5, -0.75, -0.25, 0.01)  # not the difference of the means
+    change = dict.fromkeys(WAYS[1:], measured)
+    html = render_report(
+        replace(result, terciles=tuple(replace(t, change=change) for t in result.terciles))
+    )
+    assert html.count("kNN-MoE (strong): −0.5000</title>") == 3
+    assert html.count('<path class="whisker"') == 9
+    assert html.count("−0.750 to −0.250") == 9
 
 
 def test_tokens_keep_their_text_and_carry_their_cases() -> None:
@@ -227,14 +251,19 @@ def test_tokens_keep_their_text_and_carry_their_cases() -> None:
     assert data[5]["before"] == words.probability(shown[5].nll_before or 0.0)
     assert len(data[5]["cases"]) == 4
     case = data[5]["cases"][1]
-    assert (case["layer"], case["before"] + case["token"]) == (1, shown[5].cases[1].before)
-    assert case["token"].strip()
+    recalled = shown[5].cases[1]
+    assert case["layer"] == 1
+    assert [case[part] for part in ("before", "token", "after")] == [
+        recalled.before,
+        recalled.token,
+        recalled.after,
+    ]
 
 
 def test_hostile_text_stays_text() -> None:
     bad = "</script><script>alert(1)</script><!-- <b onclick='x'>&amp;\u2028\ud800"
     result = make_result(texts=())
-    case = RecalledCase(0, bad, bad, 0.5, 0.5, (1,), (2,))
+    case = RecalledCase(0, bad, bad, bad, 0.5, 0.5, (1,), (2,))
     passage = Passage(bad, (PassageToken(bad, 1.0, 2.0, (case,)),))
     scores = (replace(result.scores[0], way=bad), *result.scores[1:])
     thirds = [replace(t, name=bad, nll={bad: 1.0, **t.nll}) for t in result.terciles]
@@ -257,7 +286,7 @@ def test_hostile_text_stays_text() -> None:
     assert not any(tag == "b" and attrs for tag, attrs in parsed.tags)
     data = json.loads(parsed.scripts[0])
     assert data[0]["text"] == bad
-    assert data[0]["cases"][0]["before"] + data[0]["cases"][0]["token"] == bad
+    assert [data[0]["cases"][0][part] for part in ("before", "token", "after")] == [bad] * 3
     assert "alert(1)" in parsed.text
 
 
@@ -280,70 +309,28 @@ def test_empty_parts_are_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nll", "shown"), [(math.inf, "infinite"), (math.nan, "not a number"), (1e4, "infinite")]
+    ("nll", "shown"), [(math.inf, "infinite"), (math.nan, "not a number"), (1e4, "10,000.000")]
 )
 def test_what_is_not_a_number_is_said_in_words(nll: float, shown: str) -> None:
     result = make_result(1, 4)
     broken = Comparison(nll, math.nan, math.nan, math.nan)
-    token = PassageToken("x", nll, nll, (RecalledCase(0, "", "", nll, math.nan, (), ()),))
+    change, nlls = dict.fromkeys(WAYS, broken), dict.fromkeys(WAYS, nll)
+    token = PassageToken("x", nll, nll, (RecalledCase(0, "", "", "", nll, math.nan, (), ()),))
     html = render_report(
         replace(
             result,
             scores=(result.scores[0], replace(result.scores[2], nll=nll, nll_change=broken)),
-            terciles=(Tercile("all", (1.0, nll), dict.fromkeys(WAYS, nll)),),
+            terciles=(Tercile("all", (1.0, nll), nlls, change),),
             experts=ExpertUse(((nll, 1.0, 0.5, 0.5),), ((0.5, 0.5, 0.5, math.nan),)),
             passages=(Passage("broken", (token,)),),
         )
     )
     parsed = Page(html)
-    assert f"With kNN-MoE (strong), perplexity goes from 30.33 to {shown}" in parsed.text
+    assert html.count(f"<td>{shown}</td>") == 3  # the score, and the third alone and with it
+    reached = words.perplexity(replace(result.scores[2], nll=nll).perplexity)
+    assert f"With kNN-MoE (strong), perplexity goes from 30.33 to {reached}" in parsed.text
     json.loads(parsed.scripts[0], parse_constant=pytest.fail)
     assert all(math.isfinite(value) for value in numbers(html))
-
-
-def test_bars_are_as_tall_as_their_values() -> None:
-    series = (Series("a", 0, (0.2, -0.1)), Series("b", 1, (0.4, math.nan)))
-    svg = grouped_bars("label", ("one", "two"), series, words.PLAIN)
-    first, second, third = rectangles(svg, "bar")
-    assert third["height"] == pytest.approx(2 * first["height"], abs=0.02)
-    assert second["height"] == pytest.approx(first["height"] / 2, abs=0.02)
-    assert first["y"] + first["height"] == pytest.approx(second["y"], abs=0.02)
-    assert first["x"] < third["x"] < second["x"]
-    assert "two, a: −0.100" in svg
-    many = Series("a", 0, tuple(0.5 for _ in range(128)))
-    bars = rectangles(
-        grouped_bars("", [str(i) for i in range(128)], (many,) * 4, words.PLAIN), "bar"
-    )
-    assert len(bars) == 512
-    assert min(bar["width"] for bar in bars) > 2
-
-
-def test_cells_are_as_strong_as_their_values() -> None:
-    rows = ((0.1, -0.2), (0.0, 0.4))
-    svg = heat_map("label", rows, (3, 7), 0.4, words.POINTS)
-    cells = re.findall(r'class="cell (\w+)".*?fill-opacity="(.*?)"><title>(.*?):', svg)
-    assert cells == [
-        ("up", "0.250", "layer 3, expert 0"),
-        ("down", "0.500", "layer 3, expert 1"),
-        ("up", "0.000", "layer 7, expert 0"),
-        ("up", "1.000", "layer 7, expert 1"),
-    ]
-    signs = [">+</text>", ">−</text>"]
-    assert [svg.count(sign) for sign in signs] == [2, 1]
-    assert [heat_map("", rows, (3, 7), 0.4, words.SHARE).count(sign) for sign in signs] == [0, 0]
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ([], [0, 1]),
-        ([0.0], [0, 1]),
-        ([0.37], [0, 0.1, 0.2, 0.3, 0.4]),
-        ([-0.2, 0.1], [-0.2, -0.1, 0, 0.1]),
-    ],
-)
-def test_ticks_are_round(values: list[float], expected: list[float]) -> None:
-    assert ticks(values) == pytest.approx(expected)
 
 
 def test_numbers_are_said_plainly() -> None:
@@ -351,8 +338,9 @@ def test_numbers_are_said_plainly() -> None:
     assert words.p_value(0.0) == "p\xa0<\xa00.001"
     assert words.p_value(0.0314) == "p\xa0=\xa00.031"
     assert words.NATS_CHANGE.say(-0.0001) == "0.000"
-    assert words.perplexity(10.0) == "22,026.47"
-    assert words.perplexity(600.0) == "3.8e+260"
+    assert words.perplexity(22026.4658) == "22,026.47"
+    assert words.perplexity(3.8e260) == "3.8e+260"
+    assert words.perplexity(math.inf) == "infinite"
     assert words.probability(0.0) == f"> 99.9{space}%"
     assert words.probability(math.log(9)) == f"11{space}%"
     assert words.probability(50.0) == f"< 0.001{space}%"

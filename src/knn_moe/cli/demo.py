@@ -2,62 +2,186 @@
 
 from __future__ import annotations
 
-import tempfile
+import json
+import math
+import shutil
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+from rich.text import Text
 
-from knn_moe.cli.common import json_option, print_json, print_table, progress_bar
+from knn_moe.cli.common import (
+    device_option,
+    json_option,
+    load_model,
+    print_json,
+    print_table,
+    progress_bar,
+)
+
+if TYPE_CHECKING:
+    from knn_moe.demo.result import DemoResult, Passage, Score
+    from knn_moe.demo.texts import DemoText
+    from knn_moe.stats import Comparison
+
+_RESULT = "result.json"
 
 
 @click.command(name="demo")
 @click.option(
-    "--steps",
-    type=click.IntRange(min=1),
-    default=300,
+    "--model",
+    default="tiny-olmoe",
     show_default=True,
-    help="Training steps of the small model.",
+    help="tiny-olmoe, tiny-qwen3, tiny-gpt-oss, a folder or a hub id.",
 )
-@click.option("--out", type=click.Path(path_type=Path), help="Keep the memories in this folder.")
+@click.option(
+    "--reference",
+    type=click.Path(path_type=Path),
+    help="Text of your own to remember: .jsonl, .jsonl.gz, .txt or .md.",
+)
+@click.option("--test", type=click.Path(path_type=Path), help="Text of your own to be tried on.")
+@click.option(
+    "--tokens",
+    type=click.IntRange(min=1),
+    default=24_000,
+    show_default=True,
+    help="Reference tokens to read at most.",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("demo-out"),
+    show_default=True,
+    help="Folder for the memories, report.html and result.json; a demo's folder is replaced.",
+)
+@device_option
 @json_option
-def command(steps: int, out: Path | None, as_json: bool) -> None:
-    """Train a small MoE on code, give it a memory of prose, and measure what that is worth.
+def command(
+    model: str,
+    reference: Path | None,
+    test: Path | None,
+    tokens: int,
+    out: Path,
+    device: str | None,
+    as_json: bool,
+) -> None:
+    """Give a small MoE a memory of text it never saw, and measure what that is worth.
 
     \b
     knn-moe demo
-    knn-moe demo --steps 100 --out demo-out
+    knn-moe demo --model tiny-gpt-oss --out gpt-oss-demo
+    knn-moe demo --reference mine.jsonl --test held-out.jsonl
 
-    Everything it needs is on every machine that has Python: it learns from the source of the
-    standard library and is tried on Python's documentation. Takes about two minutes on two cores.
+    The model has read novels, textbooks, law and code; the new text is Python's documentation,
+    which is wherever Python is. Builds the paper's memory and a stronger one, and compares both
+    with the model alone and with a control. Takes about two minutes on two cores.
     """
-    from knn_moe.demo.run import run_demo
-    from knn_moe.storage import refuse_existing
+    from knn_moe.demo.run import Demo, DemoConfig
+    from knn_moe.embedded import EMBEDDED_MODELS
+    from knn_moe.report.page import write_report
 
-    if out is not None:
-        refuse_existing(out, overwrite=False)
-    with tempfile.TemporaryDirectory() as scratch, progress_bar("Demo") as update:
-        result = run_demo(
-            out or Path(scratch), steps, lambda stage, done, total: update(done, total, stage)
-        )
+    text = _text(reference, test)
+    _require_free(out)
+    # Small models are quickest in fp32 on a CPU; a large one may fit only as it is stored.
+    network, tokenizer = load_model(
+        model, device, "float32" if model in EMBEDDED_MODELS else "auto"
+    )
+    partial = out.with_name(f"{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        with progress_bar("Demo") as update:
+
+            def show(share: float, stage: str) -> None:
+                update(round(share * 1000), 1000, stage)
+
+            config = DemoConfig(reference_tokens=tokens)
+            result = Demo(network, tokenizer, text, config, show).run(partial)
+        facts = json.dumps(asdict(result), indent=1, ensure_ascii=False)
+        (partial / _RESULT).write_text(facts, encoding="utf8")
+        write_report(result, partial / "report.html")
+        shutil.rmtree(out, ignore_errors=True)
+        partial.rename(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     if as_json:
         print_json(asdict(result))
-        return
-    rows = [
-        (
-            row.way,
-            f"{row.perplexity:.1f}",
-            f"{row.nll:.3f}",
-            f"{row.change:+.3f} ± {row.error:.3f}" if row.mean_confidence is not None else "-",
-            f"{row.accuracy:.1%}",
-            f"{row.mean_confidence:.2f}" if row.mean_confidence is not None else "-",
-            f"{row.changed:.0%}" if row.changed is not None else "-",
-        )
-        for row in result.rows
-    ]
-    columns = ("", "perplexity", "nats/token", "change", "next token", "mean λ", "rerouted")
+    else:
+        _print(result, out)
+
+
+def _text(reference: Path | None, test: Path | None) -> DemoText:
+    from knn_moe.demo.texts import documentation, own_text
+
+    if reference is None and test is None:
+        return documentation()
+    if reference is None or test is None:
+        missing = "--reference" if reference is None else "--test"
+        raise click.UsageError(f"{missing} is missing: your own text needs both files.")
+    return own_text(reference, test)
+
+
+def _require_free(out: Path) -> None:
+    """A demo replaces what an earlier one left, and nothing else."""
+    if out.exists() and not (out / _RESULT).is_file() and (out.is_file() or any(out.iterdir())):
+        raise click.UsageError(f"{str(out)!r} holds something else than a demo: choose another.")
+
+
+def _print(result: DemoResult, out: Path) -> None:
+    columns = ("", "perplexity", "nats/token", "next token", "choice of 4", "mean λ", "rerouted")
     title = (
-        f"{result.test_tokens:,} tokens of Python's documentation; a memory of "
-        f"{result.reference_tokens:,} others ({result.memory_bytes / 1e6:,.0f} MB)"
+        f"{result.model}: {result.test_tokens:,} tokens of {result.test}; "
+        f"a memory of {result.reference_tokens:,} tokens of {result.reference}"
     )
-    print_table(title, columns, rows)
+    print_table(title, columns, [_row(score) for score in result.scores])
+    click.echo("* p < 0.05 against zero-shot, paired bootstrap over windows and choices\n")
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    for passage in result.passages[:2]:
+        console.print(_shown(passage))
+    click.echo(f"Read them token by token: {out / 'report.html'}")
+    click.echo(f"The memories: {out / 'paper'}, {out / 'strong'}")
+
+
+def _row(score: Score) -> tuple[str, ...]:
+    return (
+        score.way,
+        f"{score.perplexity:.2f}",
+        f"{score.nll:.3f}{_change(score.nll_change, '.3f', 1)}",
+        f"{score.accuracy:.1%}{_change(score.accuracy_change, '.1f', 100)}",
+        f"{score.choice:.1%}{_change(score.choice_change, '.1f', 100)}",
+        _mean(score.confidence, ".2f"),
+        _mean(score.rerouted, ".0%"),
+    )
+
+
+def _change(change: Comparison | None, form: str, scale: float) -> str:
+    if change is None:
+        return ""
+    star = "*" if change.significant else " "
+    return f" ({change.difference * scale:+{form}}){star}"
+
+
+def _mean(values: tuple[float, ...], form: str) -> str:
+    return format(sum(values) / len(values), form) if values else "-"
+
+
+def _shown(passage: Passage) -> Text:
+    """The passage, with the tokens that became twice as likely in bold green, and a list."""
+    body = Text(f"{passage.title} ({passage.gain:+.1f} nats in {len(passage.tokens)} tokens)\n")
+    body.stylize("bold")
+    gained = []
+    for token in passage.tokens:
+        gain = (token.nll_before or 0.0) - (token.nll_after or 0.0)
+        body.append(token.text, "bold green" if gain > math.log(2) else "dim")
+        if token.nll_before is not None and token.nll_after is not None:
+            gained.append(
+                (gain, token.text, math.exp(-token.nll_before), math.exp(-token.nll_after))
+            )
+    gained.sort(reverse=True)
+    listed = ", ".join(f"{text!r} {one:.1%} → {two:.1%}" for _, text, one, two in gained[:6])
+    body.append(f"\nlikelier: {listed}\n", "not bold")
+    return body

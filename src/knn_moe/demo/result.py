@@ -24,10 +24,11 @@ class Score:
     choice_change: Comparison | None = None
     confidence: tuple[float, ...] = ()  # mean λ, per layer
     rerouted: tuple[float, ...] = ()  # share of tokens whose experts changed, per layer
+    control: bool = False  # a memory that should not help
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.nll)
+        return math.inf if self.nll >= 700 else math.exp(self.nll)
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Tercile:
     name: str  # "easiest third", "middle third", "hardest third"
     perplexity: tuple[float, float]  # of the model alone: lowest and highest window
     nll: dict[str, float]  # by way, in the order of the scores
+    change: dict[str, Comparison]  # by way, against zero-shot
 
 
 @dataclass(frozen=True)
@@ -53,9 +55,10 @@ class RecalledCase:
     """What one layer recalled for one token: the nearest case, and what it did."""
 
     layer: int
-    before: str  # the text the case was read in, up to and including its own token
+    before: str  # the text the case was read in, up to its own token
+    token: str  # the token it was read at
     after: str  # the token that followed there
-    distance: float  # relative to the layer's usual distance between neighbours
+    distance: float  # 1 is the layer's usual distance between neighbours
     confidence: float  # λ
     experts_in: tuple[int, ...]
     experts_out: tuple[int, ...]
@@ -90,7 +93,7 @@ class MemoryFacts:
     way: str
     settings: str  # in words, such as "S = 1, η = 0.02, K = 1"
     folder: str
-    tokens: int
+    cases: int  # in each layer
     bytes: int
     seconds: float
 
@@ -99,6 +102,7 @@ class MemoryFacts:
 class DemoResult:
     model: str
     reference: str  # where the reference text comes from, in words
+    reference_tokens: int
     test: str
     layers: tuple[int, ...]
     top_k: int

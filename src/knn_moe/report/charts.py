@@ -33,6 +33,13 @@ class Series:
     name: str
     style: int
     values: tuple[float, ...]
+    intervals: tuple[tuple[float, float], ...] = ()  # low and high of each value, or none at all
+
+    def reach(self, category: int) -> tuple[float, float]:
+        """From where to where a value's whisker goes; the value itself where it has none."""
+        value = self.values[category]
+        low, high = self.intervals[category] if self.intervals else (value, value)
+        return (low, high) if math.isfinite(low) and math.isfinite(high) else (value, value)
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,13 @@ def grouped_bars(
     width: float = 500.0,  # at least
 ) -> str:
     """Bars from zero, up or down, a group per category; a value that is not finite has no bar."""
-    values = [value for one in series for value in one.values if math.isfinite(value)]
+    values = [
+        end
+        for one in series
+        for category, value in enumerate(one.values)
+        if math.isfinite(value)
+        for end in (value, *one.reach(category))
+    ]
     bars = len(categories) * len(series)
     width = max(width, _LEFT + _RIGHT + bars * _NARROWEST_BAR / 0.84)
     plot = _Plot(width, ticks(values), len(categories), len(series))
@@ -77,9 +90,11 @@ def grouped_bars(
     for number, one in enumerate(series):
         for group, (category, value) in enumerate(zip(categories, one.values, strict=True)):
             if math.isfinite(value):
+                x, reach = plot.left(group, number), one.reach(group)
                 what = f"{category}, {one.name}: {unit.say(value, unit.digits + 1)}"
-                parts += _bar(plot, plot.left(group, number), value, one.style, what)
-                parts += _value(plot, plot.left(group, number), value, unit)
+                parts += _bar(plot, x, value, one.style, what)
+                parts += _whisker(plot, x, reach)
+                parts += _value(plot, x, value, reach, unit)
     parts.append(_line("zero", plot, plot.y(0.0)))
     return _svg("bars", label, (width, _HEIGHT), parts)
 
@@ -159,11 +174,24 @@ def _bar(plot: _Plot, x: float, value: float, style: int, what: str) -> Iterator
     )
 
 
-def _value(plot: _Plot, x: float, value: float, unit: Unit) -> Iterator[str]:
-    """The number at the end of its bar, where bars are wide enough for that."""
+def _whisker(plot: _Plot, x: float, reach: tuple[float, float]) -> Iterator[str]:
+    """A line with a cap at both ends, twice: the wider one below sets it off from its bar."""
+    low, high = (plot.y(end) for end in reach)
+    if low > high:
+        middle, cap = x + plot.bar / 2, min(4.0, plot.bar / 4)
+        across = f"h{2 * cap:.2f}"
+        line = f"M{middle - cap:.2f} {low:.2f}{across}M{middle - cap:.2f} {high:.2f}{across}"
+        line += f"M{middle:.2f} {low:.2f}V{high:.2f}"
+        yield f'<path class="halo" d="{line}"/><path class="whisker" d="{line}"/>'
+
+
+def _value(
+    plot: _Plot, x: float, value: float, reach: tuple[float, float], unit: Unit
+) -> Iterator[str]:
+    """The number past the end of its bar and whisker, where bars are wide enough for that."""
     said = unit.say(value)
     if len(said) * _LETTER <= plot.bar + 4:
-        y = plot.y(value) + (13 if value < 0 else -5)
+        y = plot.y(min(reach)) + 13 if value < 0 else plot.y(max(reach)) - 5
         yield _text("value", x + plot.bar / 2, y, said)
 
 

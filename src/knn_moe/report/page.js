@@ -53,7 +53,7 @@
     if (!one.in.length && !one.out.length) swap.textContent = "same experts as without";
     return make("li", "",
       make("p", "facts", make("b", "", `Layer ${one.layer}`), ` λ ${one.confidence}, distance ${one.distance}`),
-      make("p", "case", "… ", one.before, make("mark", "", one.token), make("ins", "", visible(one.after))),
+      make("p", "case", one.before && "… ", one.before, make("mark", "", visible(one.token)), make("ins", "", visible(one.after))),
       swap);
   }
 

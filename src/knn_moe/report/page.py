@@ -142,15 +142,13 @@ def _tercile_chart(result: DemoResult) -> Markup | None:
     """The change against the model alone, where it was sure and where it was not."""
     if not result.terciles or not _compared(result):
         return None
-    alone = result.scores[0].way
-    series = [
-        Series(
-            score.way,
-            style,
-            tuple(third.nll[score.way] - third.nll[alone] for third in result.terciles),
+    series = []
+    for style, score in enumerate(_compared(result)):
+        changes = [third.change[score.way] for third in result.terciles]
+        values = tuple(change.difference for change in changes)
+        series.append(
+            Series(score.way, style, values, tuple((change.low, change.high) for change in changes))
         )
-        for style, score in enumerate(_compared(result))
-    ]
     names = [third.name for third in result.terciles]
     label = "Change in nats per token against the model alone, by third of the test windows"
     return Markup(grouped_bars(label, names, series, words.NATS_CHANGE))

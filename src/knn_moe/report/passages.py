@@ -6,7 +6,6 @@ Knows which change of likelihood is worth a colour; nothing of HTML.
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -15,8 +14,6 @@ from knn_moe.report import words
 
 # A token takes the next colour when it became this many times likelier, or less likely.
 FACTORS: Final = (1.1, 1.5, 2.0, 4.0)
-
-_LAST_WORD: Final = re.compile(r"[^\S\n]?(\w+|[^\w\s]+|\s+)$")
 
 
 @dataclass(frozen=True)
@@ -73,12 +70,10 @@ def _share(nll: float) -> float:
 
 
 def _case(case: RecalledCase) -> dict[str, Any]:
-    end = _LAST_WORD.search(case.before)
-    cut = end.start() if end else len(case.before)
     return {
         "layer": case.layer,
-        "before": case.before[:cut],
-        "token": case.before[cut:],
+        "before": case.before,
+        "token": case.token,
         "after": case.after,
         "distance": words.PLAIN.say(case.distance),
         "confidence": words.PLAIN.say(case.confidence),
@@ -97,6 +92,6 @@ def _summary(passage: Passage) -> str:
         return "No token of this passage was predicted."
     before, after = (sum(side) / len(pairs) for side in zip(*pairs, strict=True))
     return (
-        f"Perplexity {words.perplexity(before)} alone, {words.perplexity(after)} with the memory: "
-        f"{words.NATS_CHANGE.say(after - before)} nats per token over {len(pairs)} tokens."
+        f"Nats per token: {words.NATS.say(before)} alone, {words.NATS.say(after)} with the memory, "
+        f"a change of {words.NATS_CHANGE.say(after - before)} over {len(pairs)} tokens."
     )

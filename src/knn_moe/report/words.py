@@ -48,9 +48,7 @@ POINTS: Final = Unit(digits=1, scale=100, suffix="pts", signed=True)
 SECONDS: Final = Unit(digits=1, suffix="s")
 
 
-def perplexity(nll: float) -> str:
-    """exp(nll), also where that is larger than a float can hold."""
-    value = math.exp(nll) if not nll > 700 else math.inf
+def perplexity(value: float) -> str:
     return f"{value:.1e}" if 1e7 <= value < math.inf else PLAIN.say(value)
 
 
@@ -106,27 +104,23 @@ def size(count: int) -> str:
 
 
 def headline(scores: Sequence[Score]) -> str:
-    """The result in a sentence or two: the last true memory, then what shuffling makes of it."""
+    """The result in a sentence or two: the last true memory, then the controls."""
     if not scores:
         return "Nothing was measured."
     compared = [score for score in scores if score.nll_change is not None]
-    true = [score for score in compared if not is_control(score)]
-    alone = perplexity(scores[0].nll)
+    true = [score for score in compared if not score.control]
+    alone = perplexity(scores[0].perplexity)
     if not true:
         return f"The model alone has perplexity {alone}; no memory was compared with it."
     said = f"With {true[-1].way}, perplexity {_moves(true[-1], f'from {alone} to')}."
-    for control in filter(is_control, compared):
-        said += f" With its values shuffled, the control, it {_moves(control, 'to')}."
+    for control in (score for score in compared if score.control):
+        said += f" With a control, a memory that should not help, it {_moves(control, 'to')}."
     return said
-
-
-def is_control(score: Score) -> bool:
-    return score.way.startswith("control")
 
 
 def _moves(score: Score, way: str) -> str:
     change = score.nll_change
-    reached = f"{way} {perplexity(score.nll)}"
+    reached = f"{way} {perplexity(score.perplexity)}"
     if change is None or not change.significant or not change.difference:
         chance = f" ({p_value(change.p)})" if change else ""
         return f"goes {reached}, which this test cannot tell from chance{chance}"
