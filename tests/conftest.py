@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from families import FAMILIES
 from knn_moe import BuildConfig, RoutingMemory, build_memory
 from knn_moe.bench.models import number_tokenizer
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "models"))  # the training scripts
 
 VOCABULARY = 128
 BUILD = BuildConfig(learning_rate=5.0, batch_tokens=64)

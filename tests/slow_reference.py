@@ -184,7 +184,7 @@ def _forward(model: nn.Module, sequence: list[int], route: Route) -> Tensor:
             logits = route(index, token, router_input, logits)
             output = torch.zeros_like(state)
             for expert, weight in _gate(model.config, logits):  # h = Σ_i π(r)_i E_i(x)
-                output = output + weight * _expert(layer.mlp.experts, expert, router_input)
+                output = output + weight * expert_output(layer.mlp.experts, expert, router_input)
             hidden[token] = state + output
     return torch.stack([model.lm_head(_rms_norm(model.model.norm, state)) for state in hidden])
 
@@ -249,7 +249,7 @@ def _gate(config: Any, logits: Tensor) -> list[tuple[int, Tensor]]:
     return list(zip(chosen, weights, strict=True))
 
 
-def _expert(experts: nn.Module, expert: int, vector: Tensor) -> Tensor:
+def expert_output(experts: nn.Module, expert: int, vector: Tensor) -> Tensor:
     """E_i(x). GPT-OSS has biases, transposed matrices, and its gate and up rows interleaved."""
     if hasattr(experts, "gate_up_proj_bias"):
         both = vector @ experts.gate_up_proj[expert] + experts.gate_up_proj_bias[expert]

@@ -39,7 +39,16 @@ def test_the_papers_preset(model: PreTrainedModel, tokenizer: object) -> None:
     memory = build_memory(model, tokenizer, TEXTS, config)
     assert memory.routing == RoutingConfig(k=1, similarity="rbf")
     assert build_memory(model, tokenizer, TEXTS).build == memory.build
-    assert set(PRESETS) == {"paper"}
+    assert set(PRESETS) == {"paper", "strong"}
+
+
+def test_the_strong_preset(model: PreTrainedModel, tokenizer: object) -> None:
+    config = BuildConfig(preset="strong")
+    assert (config.steps, config.learning_rate, config.gradient) == (5, 2.0, "dense")
+    memory = build_memory(model, tokenizer, TEXTS, config)
+    assert memory.routing == RoutingConfig(k=16, similarity="rbf", gamma_scale=0.3)
+    with attach(model, memory) as routing:
+        assert routing.config == memory.routing
 
 
 def test_batches_change_nothing_but_rounding(model: PreTrainedModel, tokenizer: object) -> None:

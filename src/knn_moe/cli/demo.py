@@ -45,7 +45,7 @@ _RESULT = "result.json"
 @click.option(
     "--tokens",
     type=click.IntRange(min=1),
-    default=24_000,
+    default=20_000,
     show_default=True,
     help="Reference tokens to read at most.",
 )
@@ -131,11 +131,10 @@ def _require_free(out: Path) -> None:
 
 def _print(result: DemoResult, out: Path) -> None:
     columns = ("", "perplexity", "nats/token", "next token", "choice of 4", "mean λ", "rerouted")
-    title = (
-        f"{result.model}: {result.test_tokens:,} tokens of {result.test}; "
-        f"a memory of {result.reference_tokens:,} tokens of {result.reference}"
-    )
-    print_table(title, columns, [_row(score) for score in result.scores])
+    click.echo(f"model   {result.model}")
+    click.echo(f"memory  {result.reference_tokens:,} tokens of {result.reference}")
+    click.echo(f"test    {result.test_tokens:,} tokens of {result.test}, {result.choices} choices")
+    print_table("", columns, [_row(score) for score in result.scores])
     click.echo("* p < 0.05 against zero-shot, paired bootstrap over windows and choices\n")
     from rich.console import Console
 
@@ -170,18 +169,31 @@ def _mean(values: tuple[float, ...], form: str) -> str:
 
 
 def _shown(passage: Passage) -> Text:
-    """The passage, with the tokens that became twice as likely in bold green, and a list."""
-    body = Text(f"{passage.title} ({passage.gain:+.1f} nats in {len(passage.tokens)} tokens)\n")
-    body.stylize("bold")
-    gained = []
+    """The passage, the tokens that became twice as likely in bold, and those that gained most."""
+    shown = Text(f"{passage.title}: {passage.gain:+.1f} nats in {len(passage.tokens)} tokens\n")
+    shown.stylize("bold")
     for token in passage.tokens:
-        gain = (token.nll_before or 0.0) - (token.nll_after or 0.0)
-        body.append(token.text, "bold green" if gain > math.log(2) else "dim")
-        if token.nll_before is not None and token.nll_after is not None:
-            gained.append(
-                (gain, token.text, math.exp(-token.nll_before), math.exp(-token.nll_after))
-            )
-    gained.sort(reverse=True)
-    listed = ", ".join(f"{text!r} {one:.1%} → {two:.1%}" for _, text, one, two in gained[:6])
-    body.append(f"\nlikelier: {listed}\n", "not bold")
-    return body
+        likelier = (token.nll_before or 0.0) - (token.nll_after or 0.0) > math.log(2)
+        shown.append(token.text, "bold green" if likelier else "not bold")
+    shown.append("\n\n")
+    for place in sorted(_most_gained(passage, 4)):
+        before, token = passage.tokens[max(place - 6, 0) : place], passage.tokens[place]
+        one, two = math.exp(-(token.nll_before or 0.0)), math.exp(-(token.nll_after or 0.0))
+        shown.append(f"{one:7.1%} → {two:5.1%}   …", "not bold")
+        shown.append(_one_line("".join(part.text for part in before)), "dim not bold")
+        shown.append(f"{_one_line(token.text)}\n", "bold green")
+    return shown
+
+
+def _most_gained(passage: Passage, count: int) -> list[int]:
+    """The places of the tokens whose probability rose most."""
+
+    def rise(place: int) -> float:
+        token = passage.tokens[place]
+        return math.exp(-(token.nll_after or 0.0)) - math.exp(-(token.nll_before or 0.0))
+
+    return sorted(range(len(passage.tokens)), key=rise, reverse=True)[:count]
+
+
+def _one_line(text: str) -> str:
+    return text.replace("\n", "⏎")

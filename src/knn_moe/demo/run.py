@@ -30,12 +30,12 @@ CONTROL: Final = "control: values shuffled"
 
 # Roughly how long each stage takes on two cores, in the order they run.
 _STAGES: Final = {
-    "building the paper's memory": 7.0,
-    "building the strong memory": 60.0,
+    "building the paper's memory": 6.0,
+    "building the strong memory": 42.0,
     "measuring zero-shot": 3.0,
-    "measuring the paper's memory": 16.0,
-    "measuring the strong memory": 18.0,
-    "measuring the control": 18.0,
+    "measuring the paper's memory": 14.0,
+    "measuring the strong memory": 16.0,
+    "measuring the control": 16.0,
     "tracing passages": 2.0,
 }
 
@@ -45,9 +45,9 @@ class DemoConfig:
     """How much text is read; the defaults take about two minutes on two cores."""
 
     length: int = 256  # tokens in a window
-    reference_tokens: int = 24_000
+    reference_tokens: int = 20_000
     windows: int = 48
-    choices: int = 120
+    choices: int = 100
 
 
 @dataclass

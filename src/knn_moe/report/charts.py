@@ -20,7 +20,8 @@ _TOP: Final = 18.0
 _BOTTOM: Final = 26.0
 _BELOW: Final = 14.0  # the numbers under bars that go down
 _HEIGHT: Final = 230.0
-_LETTER: Final = 6.2  # the width of a digit in a value label
+_LETTER: Final = 6.2  # the width of a letter on an axis
+_DIGIT: Final = 5.4  # the width of a digit over a bar
 _NARROWEST_BAR: Final = 4.0
 _WIDEST_BAR: Final = 44.0
 _LEAST: Final = {"bars": 0.64, "map": 0.8}  # of its size, on a narrow screen
@@ -190,7 +191,7 @@ def _value(
 ) -> Iterator[str]:
     """The number past the end of its bar and whisker, where bars are wide enough for that."""
     said = unit.say(value)
-    if len(said) * _LETTER <= plot.bar + 4:
+    if len(said) * _DIGIT <= plot.bar + 1:
         y = plot.y(min(reach)) + 13 if value < 0 else plot.y(max(reach)) - 5
         yield _text("value", x + plot.bar / 2, y, said)
 
