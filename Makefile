@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest pytest lint types format bench clean
+.PHONY: help demo test test-oldest pytest lint types format bench publish clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -15,7 +15,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: $(STAMP)  ## build, attach and measure a memory on a small model, in two minutes
+demo: $(STAMP)  ## build memories for an embedded model, measure them, write demo-out/report.html
 	$(BIN)/knn-moe demo
 
 test: lint types pytest  ## lint, types and tests
@@ -37,6 +37,9 @@ format: $(STAMP)  ## let ruff rewrite what it can
 bench: $(STAMP)  ## building speed, against the plain way, in one run
 	$(BIN)/knn-moe bench build
 
+publish: $(STAMP)  ## model cards, README table and plot from docs/measurements
+	$(BIN)/python models/publish.py
+
 # The oldest transformers the model zoo is held to.
 OLD := .venv-oldest
 $(OLD)/.installed: pyproject.toml constraints.txt
@@ -46,7 +49,7 @@ $(OLD)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 test-oldest: $(OLD)/.installed  ## the tests that touch transformers, on 5.17
-	$(OLD)/bin/python -m pytest tests/test_families.py tests/test_routers.py tests/test_attach.py tests/test_attach_errors.py tests/test_proof.py
+	$(OLD)/bin/python -m pytest tests/test_families.py tests/test_routers.py tests/test_attach.py tests/test_attach_errors.py tests/test_proof.py tests/test_likelihood.py tests/test_trace.py tests/test_embedded.py
 
 clean:  ## remove what make made
 	rm -rf $(VENV) $(OLD) .mypy_cache .ruff_cache .pytest_cache .hypothesis

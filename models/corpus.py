@@ -98,6 +98,8 @@ def sample_texts(tokenizer: Any, texts: Sequence[str], tokens: int, skip: int = 
         room = skip + tokens - passed
         if passed >= skip:
             chosen.append(texts[place] if len(ids) <= room else tokenizer.decode(ids[:room]))
+        elif passed + len(ids) > skip:
+            skip = passed + len(ids)  # a document is skipped whole
         passed += len(ids)
         if passed >= skip + tokens:
             return chosen

@@ -118,8 +118,9 @@ tags: [mixture-of-experts, tiny, knn-moe]
 # {name}
 
 A small Mixture-of-Experts language model, trained from scratch to show and test kNN-MoE where no
-large model can be had. {FAMILIES[name]}. {facts["parameters"] / 1e6:.1f}M parameters, \
-{facts["active"] / 1e6:.1f}M of them active for a token; bf16.
+large model can be had. {FAMILIES[name]}.
+{facts["parameters"] / 1e6:.1f}M parameters, {facts["active"] / 1e6:.1f}M of them active for a
+token; bf16.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -131,9 +132,9 @@ tokenizer = AutoTokenizer.from_pretrained(embedded_model("{name}"))
 
 ## What it read
 
-{facts["train_tokens"]:,} tokens of five domains, split by document, 5 % held out; a byte-level BPE \
-tokenizer of 4,096 tokens, trained on the same text and shared by all three models. **Medical, SQL
-and maths text and every benchmark are unseen.**
+{facts["train_tokens"]:,} tokens of five domains, split by document, 5 % held out; a byte-level
+BPE tokenizer of 4,096 tokens, trained on the same text and shared by all three models. **Medical,
+SQL and maths text and every benchmark are unseen.**
 
 {SOURCES}
 
@@ -161,8 +162,9 @@ idlest {min(facts["experts"]["idlest"]):.2f}. How expert use differs between dom
 
 ## What a memory is worth to it
 
-{found["sequences"]} × 256 reference tokens, 200 × 256 test tokens; change in nats per token with its
-95 % interval, and in next-token accuracy (points). `python models/measure.py {name} --out OUT`
+{found["sequences"]} × 256 reference tokens, 200 × 256 test tokens; change in nats per token with
+its 95 % interval, and in next-token accuracy (points), on one {found["device"]}:
+`python models/measure.py {name} --out OUT`
 
 {card_table(found)}
 
@@ -170,9 +172,9 @@ The shuffled memory is a control: each case with another case's value.
 
 ## Limits
 
-It writes grammatical nonsense and knows no facts. It was trained on windows of 512 tokens. It is made
-for tests and demonstrations of routing: figures measured on it say that a method works, not what it
-is worth on a model of useful size.
+It writes grammatical nonsense and knows no facts. It was trained on windows of 512 tokens. It is
+made for tests and demonstrations of routing: figures measured on it say that a method works, not
+what it is worth on a model of useful size.
 """
 
 

@@ -159,16 +159,8 @@ def test_is_trained(name: str, text: str) -> None:
     ids = torch.tensor([tokenizer_of(name)(text)["input_ids"]])
     shuffled = ids[:, torch.randperm(ids.shape[1])]
     loss, scrambled = (float(token_losses(model, x, 1).nll.mean()) for x in (ids, shuffled))
-    assert loss < 4 < math.log(model.config.vocab_size) / 2 + loss
+    assert loss < math.log(model.config.vocab_size) / 2 < 4.5
     assert loss < scrambled - 3
-
-
-@every_model
-def test_goes_on_in_the_manner_of_a_text(name: str) -> None:
-    tokenizer = tokenizer_of(name)
-    ids = torch.tensor([tokenizer("import os\nimport sys\n\n\ndef main():\n")["input_ids"]])
-    written = load(name).generate(ids, max_new_tokens=12, do_sample=False)
-    assert tokenizer.decode(written[0, ids.shape[1] :]).startswith("    ")
 
 
 @every_model
@@ -222,7 +214,7 @@ def test_a_memory_names_the_model_and_not_where_it_lies(name: str, tmp_path: Pat
     memory = build_memory(load(name), tokenizer_of(name), [STORY], folder=tmp_path / "memory")
     assert memory.base_model.name == name
     assert memory.base_model.architecture == CLASSES[name]
-    assert memory.tokenizer["name"] == name
+    assert memory.header.tokenizer["name"] == name
     written = [path for path in (tmp_path / "memory").iterdir() if path.suffix in (".json", ".md")]
     assert written
     assert not any(str(Path(embedded_model(name)).parent) in path.read_text() for path in written)

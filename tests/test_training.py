@@ -18,7 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, OlmoeForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, OlmoeForCausalLM
 
 import measure
 import train
@@ -122,8 +122,9 @@ def test_the_tokenizer_has_the_size_asked_for_and_loses_nothing(tokenizer: Any) 
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 0, 1)
     for text in ("the cat in python 17.", "\n\tΩ 日本 \r\n", "never seen: zyx!"):
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    numbers = [token for token in tokenizer.get_vocab() if any(c.isdigit() for c in token)]
-    assert sorted(numbers) == list("0123456789")
+    assert {token for token in tokenizer.get_vocab() if set(token) & set("0123456789")} == set(
+        "0123456789"
+    )
 
 
 def test_encode_marks_the_end_of_each_document(tokenizer: Any, data: Path) -> None:
@@ -186,6 +187,21 @@ def test_a_larger_sample_begins_with_the_smaller(tokenizer: Any, data: Path) -> 
     assert list(sampled_tokens(tokenizer, large))[: len(few)] == few
 
 
+@pytest.mark.parametrize("tokens", [1, 700, 1400])
+def test_what_is_skipped_is_never_sampled(tokens: int, tokenizer: Any, data: Path) -> None:
+    texts = read_texts(data, "medical", "train")
+    first = sample_texts(tokenizer, texts, tokens)
+    second = sample_texts(tokenizer, texts, 600, skip=tokens)
+    assert len(list(sampled_tokens(tokenizer, second))) == 600
+
+    def places(sample: list[str]) -> set[int]:
+        return {n for n, text in enumerate(texts) if any(map(text.startswith, sample))}
+
+    assert places(first)
+    assert places(second)
+    assert not places(first) & places(second)
+
+
 def test_too_little_text_to_sample(tokenizer: Any, data: Path) -> None:
     texts = read_texts(data, "medical", "train")
     there = len(list(sampled_tokens(tokenizer, texts)))
@@ -197,14 +213,11 @@ def test_too_little_text_to_sample(tokenizer: Any, data: Path) -> None:
 # Training.
 
 
-def even_logits(experts: int) -> Tensor:
-    """Each expert is each token's favourite in turn. Shape [1, experts, experts]."""
-    return 5 * torch.stack([torch.eye(experts).roll(turn, 1) for turn in range(1)])
-
-
-def test_even_use_has_an_imbalance_of_one() -> None:
-    assert float(load_imbalance(even_logits(8), 1)) == pytest.approx(1)
-    assert float(load_imbalance(even_logits(8).repeat(3, 5, 1), 1)) == pytest.approx(1)
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+def test_even_use_has_an_imbalance_of_one(top_k: int) -> None:
+    wheel = torch.tensor([5.0, 4, 3, 2, 1, 0, 0, 0])  # each expert has each place in turn
+    logits = torch.stack([wheel.roll(turn) for turn in range(8)]).repeat(2, 3, 1)
+    assert float(load_imbalance(logits, top_k)) == pytest.approx(1)
 
 
 @pytest.mark.parametrize(("experts", "top_k"), [(8, 1), (8, 2), (16, 4), (4, 4)])
@@ -319,8 +332,8 @@ def test_small_steps_are_not_lost_in_rounding() -> None:
             each.weight.grad = torch.ones_like(each.weight)
         optimiser.step(1e-4)
         theirs.step()
-    assert float(plain.weight) == 1  # each step is less than half of bf16's
-    assert float(network.weight) == pytest.approx(0.98, abs=0.004)
+    assert plain.weight.item() == 1  # each step is less than half of bf16's
+    assert network.weight.item() == pytest.approx(0.98, abs=0.004)
 
 
 def test_training_lowers_the_loss(run: Run, data: Path) -> None:
@@ -400,8 +413,9 @@ def test_a_recipe_makes_a_model_of_its_size(path: Path) -> None:
     if recipe.name in EMBEDDED_MODELS:
         folder = Path(embedded_model(recipe.name))
         assert parameters == facts(folder)["parameters"]
-        config = json.loads((folder / "config.json").read_text())
-        assert config.items() >= recipe.config.items()
+        config = AutoConfig.from_pretrained(folder)
+        assert config.model_type == recipe.model_type
+        assert {key: getattr(config, key) for key in recipe.config} == recipe.config
 
 
 def test_there_is_a_recipe_for_every_embedded_model() -> None:
@@ -428,13 +442,14 @@ def test_held_out_text_is_the_beginning_of_the_validation_text(tokenizer: Any, d
 
 def test_expert_use_is_counted_from_the_router_logits(trained: Any) -> None:
     ids = torch.randint(2, 300, (40, 12))
-    found = expert_use(trained, ids)
     logits = trained(ids, output_router_logits=True).router_logits
+    hooks = [len(module._forward_hooks) for module in trained.modules()]
+    found = expert_use(trained, ids)
+    assert [len(module._forward_hooks) for module in trained.modules()] == hooks
     for row, layer in zip(found, logits, strict=True):
         chosen = layer.reshape(-1, 4).topk(2).indices.flatten().tolist()
         expected = [chosen.count(expert) / len(chosen) for expert in range(4)]
         assert row.tolist() == pytest.approx(expected)
-    assert not any(module._forward_hooks for module in trained.modules())
 
 
 def test_an_audit_says_how_even_the_use_is(trained: Any) -> None:

@@ -20,7 +20,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "inspect": "Show what a memory holds and whose it is.",
     "generate": "Generate text with and without a memory.",
     "merge": "Make one memory of several.",
-    "demo": "See the method work on a small model trained here and now.",
+    "demo": "See the method work on a small model that comes with the package.",
     "bench": "Measure speed against a named baseline.",
 }
 

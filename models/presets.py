@@ -1,0 +1,79 @@
+"""Which settings a preset should have: a grid on text no model has seen.
+
+    python models/presets.py tiny-olmoe tiny-qwen3 tiny-gpt-oss --out docs/measurements/presets
+
+Memories of 800 × 256 tokens of medical and sql text, tried on another slice of the same training
+split: the validation split that `measure.py` reports on takes no part in the choice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from corpus import default_data, encode, read_texts, sample_texts, windows
+from knn_moe import BuildConfig, RoutingConfig, attach, build_memory
+from knn_moe.likelihood import token_losses
+from measure import DOMAINS, LENGTH, Bench
+
+BUILDS = (  # steps, learning rate, gradient
+    (1, 0.02, "sparse"),
+    (5, 5.0, "sparse"),
+    (10, 2.0, "sparse"),
+    (10, 5.0, "sparse"),
+    (5, 2.0, "dense"),
+    (5, 5.0, "dense"),
+    (5, 10.0, "dense"),
+    (10, 2.0, "dense"),
+    (10, 5.0, "dense"),
+)
+ROUTINGS = ((1, 1.0), (1, 0.1), (8, 0.3), (8, 0.1), (16, 0.3), (16, 0.1), (16, 0.03), (32, 0.1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("models", nargs="+", help="embedded names or folders")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--data", type=Path, default=default_data())
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--sequences", type=int, default=800, help="reference sequences")
+    parser.add_argument("--windows", type=int, default=100, help="windows to try them on")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    for name in options.models:
+        bench = Bench.load(name, options.data, options.device)
+        rows = []
+        for domain in DOMAINS:
+            for row in grid(bench, domain, options.sequences, options.windows):
+                rows.append({"model": Path(name).name, "domain": domain, **row})
+                print(rows[-1], flush=True)
+        text = json.dumps(rows, indent=1)
+        (options.out / f"{Path(name).name}.json").write_text(f"{text}\n", encoding="utf8")
+
+
+def grid(bench: Bench, domain: str, sequences: int, count: int) -> Iterator[dict[str, Any]]:
+    """One row for each way to build and each way to use what was built."""
+    texts = read_texts(bench.data, domain, "train")
+    reference = sample_texts(bench.tokenizer, texts, sequences * LENGTH)
+    held = sample_texts(bench.tokenizer, texts, count * LENGTH, skip=sequences * LENGTH)
+    test = windows(encode(bench.tokenizer, held), LENGTH).long()
+    alone = float(bench.losses(test).nll.mean())
+    for steps, rate, gradient in BUILDS:
+        settings = {"steps": steps, "learning_rate": rate, "gradient": gradient}
+        config = BuildConfig(**settings, max_length=LENGTH, batch_tokens=bench.batch_tokens)  # type: ignore[arg-type]
+        memory = build_memory(bench.model, bench.tokenizer, reference, config)
+        for k, scale in ROUTINGS:
+            routing = RoutingConfig(k=k, gamma_scale=scale)
+            with attach(bench.model, memory, routing):
+                losses = token_losses(bench.model, test, max(bench.batch_tokens // LENGTH, 1))
+            change = round(float(losses.nll.mean()) - alone, 4)
+            yield {**settings, "k": k, "gamma_scale": scale, "nll_change": change}
+
+
+if __name__ == "__main__":
+    main()
