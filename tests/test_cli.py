@@ -267,8 +267,8 @@ def test_bad_settings(
         (("inspect", "REF"), "No memory at"),
         (("bench", "build", "--grow", "many"), "many"),
         (("bench", "build", "--dtype", "int8"), "int8"),
-        (("demo", "--steps", 0), "0"),
-        (("demo", "--out", "MODEL"), "exists already"),
+        (("demo", "--tokens", 0), "0"),
+        (("demo", "--out", "MODEL"), "holds something else than a demo"),
     ],
 )
 def test_wrong_calls(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import publish
 import pytest
 
+import publish
 from knn_moe.embedded import EMBEDDED_MODELS, embedded_model
 
 

@@ -1,14 +1,11 @@
-"""The scripts in models/: the text they read, how they train, and what they say about a model."""
+"""The scripts in models/: how they train, and what they say about a model."""
 
 from __future__ import annotations
 
 import copy
-import gzip
 import json
 import math
-import random
 import sys
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +14,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, OlmoeForCausalLM
 
 import measure
 import train
 from audit import audit_experts, divergence, expert_use, held_out, losses_by_domain
-from corpus import SEEN, UNSEEN, encode, read_texts, sample_texts, train_tokenizer, windows
+from corpus import SEEN, UNSEEN, encode, read_texts, train_tokenizer
 from knn_moe.embedded import EMBEDDED_MODELS, embedded_model
+from small_corpus import write_corpus
 from train import MasterAdamW, Recipe, Run, learning_rate, load_imbalance, make_model
 
 RECIPES = sorted((Path(train.__file__).parent / "recipes").glob("*.json"))
@@ -49,36 +47,11 @@ RECIPE = Recipe(
     learning_rate=1e-2,
 )
 STEPS = 30
-SUBJECTS = ("the cat", "a judge", "my list", "that dose", "one row", "her friend")
-
-
-def write_rows(path: Path, rows: Sequence[dict[str, str]]) -> None:
-    with gzip.open(path, "wt", encoding="utf8") as lines:
-        lines.writelines(json.dumps(row) + "\n" for row in rows)
-
-
-def sentences(domain: str, seed: str, count: int) -> str:
-    draw = random.Random(domain + seed)
-    return " ".join(
-        f"{draw.choice(SUBJECTS)} in {domain} {draw.randrange(100)}." for _ in range(count)
-    )
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six documents of each domain to train on, two held out."""
-    folder = tmp_path_factory.mktemp("data")
-    for split, count in (("train", 6), ("valid", 2)):
-        for domain in (*SEEN, "medical", "sql"):
-            rows = [{"text": sentences(domain, f"{split} {n}", 30)} for n in range(count)]
-            write_rows(folder / f"text_{domain}_{split}.jsonl.gz", rows)
-        problems = [
-            {"question": sentences("sums", f"{split} {n}", 15), "solution": f"It is {n}. " * 40}
-            for n in range(count)
-        ]
-        name = {"train": "gsm8k_ref", "valid": "gsm8k_test"}[split]
-        write_rows(folder / f"{name}.jsonl.gz", problems)
-    return folder
+    return write_corpus(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
@@ -104,110 +77,6 @@ def trained(run: Run) -> Any:
 def facts(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / "training.json").read_text())
     return found
-
-
-# The text.
-
-
-def test_a_domains_documents_are_read_in_order(data: Path) -> None:
-    texts = read_texts(data, "legal", "train")
-    assert texts == [sentences("legal", f"train {n}", 30) for n in range(6)]
-    problem = read_texts(data, "gsm8k", "valid")[1]
-    assert problem == f"{sentences('sums', 'valid 1', 15)}\n{'It is 1. ' * 40}"
-
-
-def test_the_tokenizer_has_the_size_asked_for_and_loses_nothing(tokenizer: Any) -> None:
-    assert len(tokenizer) == 300
-    assert tokenizer.convert_ids_to_tokens([0, 1]) == ["<|endoftext|>", "<|pad|>"]
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 0, 1)
-    for text in ("the cat in python 17.", "\n\tΩ 日本 \r\n", "never seen: zyx!"):
-        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    assert {token for token in tokenizer.get_vocab() if set(token) & set("0123456789")} == set(
-        "0123456789"
-    )
-
-
-def test_encode_marks_the_end_of_each_document(tokenizer: Any, data: Path) -> None:
-    texts = read_texts(data, "python", "train")
-    documents = encode(tokenizer, texts)
-    for text, document in zip(texts, documents, strict=True):
-        assert document.dtype == torch.int32
-        assert document.tolist() == [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
-
-
-def test_windows_without_a_generator_are_the_text_itself() -> None:
-    documents = [torch.arange(0, 7), torch.arange(7, 20), torch.arange(20, 23)]
-    assert torch.equal(windows(documents, 5), torch.arange(20).view(4, 5))
-
-
-@given(st.integers(0, 1000), st.lists(st.integers(1, 30), min_size=2, max_size=8))
-def test_an_epoch_reads_every_token_once_but_for_its_edges(seed: int, lengths: list[int]) -> None:
-    length, total = 4, sum(lengths)
-    documents = list(torch.arange(total, dtype=torch.int32).split(lengths))
-    epoch = windows(documents, length, torch.Generator().manual_seed(seed))
-    assert epoch.shape[1] == length
-    read = epoch.flatten().tolist()
-    assert len(set(read)) == len(read)
-    assert total - len(read) <= 2 * (length - 1)  # skipped before, cut off behind
-    ends = {int(document[-1]) for document in documents}
-    starts = {int(document[0]) for document in documents}
-    for window in epoch.tolist():  # a text is never torn but at a window's edge
-        for one, two in zip(window, window[1:], strict=False):
-            assert two == one + 1 or (one in ends and two in starts)
-
-
-def test_every_epoch_has_an_order_of_its_own() -> None:
-    documents = list(torch.arange(120).split(10))
-    generator = torch.Generator().manual_seed(0)
-    first, second = (windows(documents, 8, generator) for _ in range(2))
-    again = windows(documents, 8, torch.Generator().manual_seed(0))
-    assert torch.equal(first, again)
-    assert first.tolist() != second.tolist()
-
-
-def sampled_tokens(tokenizer: Any, texts: Sequence[str]) -> Iterator[int]:
-    return (token for text in texts for token in tokenizer(text)["input_ids"])
-
-
-@pytest.mark.parametrize("tokens", [1, 50, 500, 1000])
-def test_a_sample_has_as_many_tokens_as_asked_for(tokens: int, tokenizer: Any, data: Path) -> None:
-    texts = read_texts(data, "medical", "train")
-    sample = sample_texts(tokenizer, texts, tokens)
-    assert len(list(sampled_tokens(tokenizer, sample))) == tokens
-    *whole, last = sample
-    assert set(whole) <= set(texts)
-    assert any(text.startswith(last) for text in texts)
-    assert sample == sample_texts(tokenizer, texts, tokens)
-
-
-def test_a_larger_sample_begins_with_the_smaller(tokenizer: Any, data: Path) -> None:
-    texts = read_texts(data, "medical", "train")
-    small, large = (sample_texts(tokenizer, texts, tokens) for tokens in (700, 1400))
-    few = list(sampled_tokens(tokenizer, small))
-    assert list(sampled_tokens(tokenizer, large))[: len(few)] == few
-
-
-@pytest.mark.parametrize("tokens", [1, 700, 1400])
-def test_what_is_skipped_is_never_sampled(tokens: int, tokenizer: Any, data: Path) -> None:
-    texts = read_texts(data, "medical", "train")
-    first = sample_texts(tokenizer, texts, tokens)
-    second = sample_texts(tokenizer, texts, 600, skip=tokens)
-    assert len(list(sampled_tokens(tokenizer, second))) == 600
-
-    def places(sample: list[str]) -> set[int]:
-        return {n for n, text in enumerate(texts) if any(map(text.startswith, sample))}
-
-    assert places(first)
-    assert places(second)
-    assert not places(first) & places(second)
-
-
-def test_too_little_text_to_sample(tokenizer: Any, data: Path) -> None:
-    texts = read_texts(data, "medical", "train")
-    there = len(list(sampled_tokens(tokenizer, texts)))
-    assert sorted(sample_texts(tokenizer, texts, there)) == sorted(texts)
-    with pytest.raises(ValueError, match=rf"{there:,} tokens of text; {there + 1:,} were asked"):
-        sample_texts(tokenizer, texts, there + 1)
 
 
 # Training.
@@ -431,7 +300,7 @@ def test_losses_are_the_models_own(trained: Any, tokenizer: Any, data: Path) -> 
         ids = tokens[domain]
         assert ids.shape[1] == 256
         assert len(ids) >= 2
-        assert found == pytest.approx(float(trained(ids, labels=ids).loss), abs=1e-4)
+        assert found == pytest.approx(trained(ids, labels=ids).loss.item(), abs=1e-4)
 
 
 def test_held_out_text_is_the_beginning_of_the_validation_text(tokenizer: Any, data: Path) -> None:

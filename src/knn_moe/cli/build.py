@@ -23,7 +23,9 @@ from knn_moe.errors import BuildError
 @click.argument("model")
 @click.argument("reference", type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="New folder.")
-@click.option("--preset", default="paper", show_default=True, help="Settings to start from: paper or strong.")
+@click.option(
+    "--preset", default="paper", show_default=True, help="Settings to start from: paper or strong."
+)
 @click.option("--steps", type=int, help="Gradient steps per token (S).")
 @click.option("--learning-rate", type=float, help="Size of a step (η).")
 @click.option("--gradient", help="sparse: through the chosen experts; dense: through all.")

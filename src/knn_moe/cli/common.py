@@ -41,7 +41,9 @@ def print_json(value: object) -> None:
     click.echo(json.dumps(value, indent=2, ensure_ascii=False))
 
 
-def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+def print_table(
+    title: str | None, columns: Sequence[str], rows: Sequence[Sequence[object]]
+) -> None:
     """To stdout; numbers to the right."""
     table = Table(title=title, title_justify="left", header_style="bold")
     for place, column in enumerate(columns):

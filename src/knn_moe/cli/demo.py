@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import click
+from rich.console import Console
 from rich.text import Text
 
 from knn_moe.cli.common import (
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
     from knn_moe.demo.texts import DemoText
     from knn_moe.stats import Comparison
 
-_RESULT = "result.json"
+_DEMO_FILES: Final = {"paper", "strong", "report.html", "result.json"}
 
 
 @click.command(name="demo")
@@ -85,27 +88,19 @@ def command(
     text = _text(reference, test)
     _require_free(out)
     # Small models are quickest in fp32 on a CPU; a large one may fit only as it is stored.
-    network, tokenizer = load_model(
-        model, device, "float32" if model in EMBEDDED_MODELS else "auto"
-    )
-    partial = out.with_name(f"{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    dtype = "float32" if model in EMBEDDED_MODELS else "auto"
+    network, tokenizer = load_model(model, device, dtype)
+    config = DemoConfig(reference_tokens=tokens)
+    with _replaced(out) as folder:
         with progress_bar("Demo") as update:
 
             def show(share: float, stage: str) -> None:
                 update(round(share * 1000), 1000, stage)
 
-            config = DemoConfig(reference_tokens=tokens)
-            result = Demo(network, tokenizer, text, config, show).run(partial)
+            result = Demo(network, tokenizer, text, config, show).run(folder)
         facts = json.dumps(asdict(result), indent=1, ensure_ascii=False)
-        (partial / _RESULT).write_text(facts, encoding="utf8")
-        write_report(result, partial / "report.html")
-        shutil.rmtree(out, ignore_errors=True)
-        partial.rename(out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        (folder / "result.json").write_text(facts, encoding="utf8")
+        write_report(result, folder / "report.html")
     if as_json:
         print_json(asdict(result))
     else:
@@ -124,9 +119,26 @@ def _text(reference: Path | None, test: Path | None) -> DemoText:
 
 
 def _require_free(out: Path) -> None:
-    """A demo replaces what an earlier one left, and nothing else."""
-    if out.exists() and not (out / _RESULT).is_file() and (out.is_file() or any(out.iterdir())):
+    """Only an empty folder or what an earlier demo left is replaced."""
+    found = {file.name for file in out.iterdir()} if out.is_dir() else set()
+    if out.is_file() or not found <= _DEMO_FILES:
         raise click.UsageError(f"{str(out)!r} holds something else than a demo: choose another.")
+
+
+@contextmanager
+def _replaced(out: Path) -> Iterator[Path]:
+    """A new folder that takes the place of `out` when all has gone well."""
+    target = out.absolute()
+    partial = target.with_name(f".{target.name}.new")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        if target.exists():
+            shutil.rmtree(target)
+        partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _print(result: DemoResult, out: Path) -> None:
@@ -134,10 +146,8 @@ def _print(result: DemoResult, out: Path) -> None:
     click.echo(f"model   {result.model}")
     click.echo(f"memory  {result.reference_tokens:,} tokens of {result.reference}")
     click.echo(f"test    {result.test_tokens:,} tokens of {result.test}, {result.choices} choices")
-    print_table("", columns, [_row(score) for score in result.scores])
+    print_table(None, columns, [_row(score) for score in result.scores])
     click.echo("* p < 0.05 against zero-shot, paired bootstrap over windows and choices\n")
-    from rich.console import Console
-
     console = Console(highlight=False)
     for passage in result.passages[:2]:
         console.print(_shown(passage))

@@ -48,16 +48,32 @@ class TestSet:
 
 
 def documentation(seed: int = 0) -> DemoText:
-    """Python's help topics, each wholly in the reference or wholly in the test."""
-    topics = [Example.of(text) for _, text in sorted(pydoc_data.topics.topics.items())]
+    """Python's help topics, each wholly in the reference or wholly in the test.
+
+    Topics share paragraphs, and two are the same text: what the test has is taken out of the
+    reference.
+    """
+    topics = [text for _, text in sorted(pydoc_data.topics.topics.items())]
     random.Random(seed).shuffle(topics)
     half = len(topics) // 2
+    test = topics[half:]
+    known = {_words(paragraph) for text in test for paragraph in text.split("\n\n")}
+    reference = [text for text in (_without(text, known) for text in topics[:half]) if text]
     return DemoText(
-        reference=topics[:half],
-        test=topics[half:],
-        reference_name=f"{half} topics of Python's documentation",
-        test_name=f"{len(topics) - half} other topics of Python's documentation",
+        reference=[Example.of(text) for text in reference],
+        test=[Example.of(text) for text in test],
+        reference_name=f"{len(reference)} topics of Python's documentation",
+        test_name=f"{len(test)} other topics of Python's documentation",
     )
+
+
+def _without(text: str, known: set[str]) -> str:
+    """The text less its paragraphs that are known."""
+    return "\n\n".join(part for part in text.split("\n\n") if _words(part) not in known)
+
+
+def _words(paragraph: str) -> str:
+    return " ".join(paragraph.split())
 
 
 def own_text(reference: Path, test: Path) -> DemoText:
@@ -99,9 +115,10 @@ def make_test_set(
 ) -> TestSet:
     """Windows to predict, and continuations to choose from, spread evenly over the text."""
     stream = _stream(examples, tokenizer)
-    if len(stream) < max(2 * length, CHOICES * (_CONTEXT + _CONTINUATION)):
+    needed = max(2 * length, CHOICES * (_CONTEXT + _CONTINUATION))
+    if len(stream) < needed:
         raise ReferenceSetError(
-            f"The test text has {len(stream):,} tokens; the demo needs at least {2 * length:,}."
+            f"The test text has {len(stream):,} tokens; the demo needs at least {needed:,}."
         )
     spans = _cut(stream, _CONTEXT + _CONTINUATION, choices)
     contexts, endings = spans[:, :_CONTEXT], spans[:, _CONTEXT:]
