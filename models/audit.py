@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from corpus import encode, read_texts, windows
-from knn_moe.intercept import chosen_experts
 from knn_moe.likelihood import token_losses
-from knn_moe.routers import find_routers
+from knn_moe.usage import count_experts
 
 _LENGTH = 256
 _WINDOWS = 200  # of each domain
@@ -60,26 +59,11 @@ def audit_experts(model: Any, tokens: Mapping[str, Tensor]) -> dict[str, Any]:
 @torch.no_grad()
 def expert_use(model: Any, tokens: Tensor) -> Tensor:
     """Each expert's share of the choices made. Shape [layers, experts], rows sum to 1."""
-    routers = find_routers(model)
-    counts = torch.zeros(len(routers), routers[0].num_experts)
-    handles = []
-    for place, router in enumerate(routers):
-
-        def count(
-            module: Any, args: Any, output: Any, place: int = place, router: Any = router
-        ) -> None:
-            logits = output[0] if isinstance(output, tuple) else output
-            chosen = chosen_experts(router, output, logits)
-            counts[place] += torch.bincount(chosen.flatten().cpu(), minlength=router.num_experts)
-
-        handles.append(router.module.register_forward_hook(count))
-    try:
+    with count_experts(model) as counts:
         for batch in tokens.split(32):
             model(batch.to(model.device), use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return counts / counts.sum(dim=-1, keepdim=True)
+    shares = counts.shares()
+    return shares / shares.sum(dim=-1, keepdim=True)
 
 
 def divergence(one: Tensor, two: Tensor) -> float:

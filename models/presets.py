@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,10 @@ BUILDS = (  # steps, learning rate, gradient
     (10, 2.0, "dense"),
     (10, 5.0, "dense"),
 )
-ROUTINGS = ((1, 1.0), (1, 0.1), (8, 0.3), (8, 0.1), (16, 0.3), (16, 0.1), (16, 0.03), (32, 0.1))
+ROUTINGS = (  # neighbours, scale of γ
+    *((1, 1.0), (1, 0.1), (8, 0.3), (8, 0.1)),
+    *((16, 1.0), (16, 0.3), (16, 0.1), (16, 0.03), (32, 0.1), (32, 0.03)),
+)
 
 
 def main() -> None:
@@ -43,27 +46,37 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--sequences", type=int, default=800, help="reference sequences")
     parser.add_argument("--windows", type=int, default=100, help="windows to try them on")
+    parser.add_argument("--only", type=parse_build, help="one way to build: STEPS,RATE,GRADIENT")
     options = parser.parse_args()
+    builds = [options.only] if options.only else BUILDS
     options.out.mkdir(parents=True, exist_ok=True)
     for name in options.models:
         bench = Bench.load(name, options.data, options.device)
         rows = []
         for domain in DOMAINS:
-            for row in grid(bench, domain, options.sequences, options.windows):
+            for row in grid(bench, domain, builds, options):
                 rows.append({"model": Path(name).name, "domain": domain, **row})
                 print(rows[-1], flush=True)
         text = json.dumps(rows, indent=1)
         (options.out / f"{Path(name).name}.json").write_text(f"{text}\n", encoding="utf8")
 
 
-def grid(bench: Bench, domain: str, sequences: int, count: int) -> Iterator[dict[str, Any]]:
+def parse_build(text: str) -> tuple[int, float, str]:
+    steps, rate, gradient = text.split(",")
+    return int(steps), float(rate), gradient
+
+
+def grid(
+    bench: Bench, domain: str, builds: Iterable[tuple[int, float, str]], options: Any
+) -> Iterator[dict[str, Any]]:
     """One row for each way to build and each way to use what was built."""
+    tokens = options.sequences * LENGTH
     texts = read_texts(bench.data, domain, "train")
-    reference = sample_texts(bench.tokenizer, texts, sequences * LENGTH)
-    held = sample_texts(bench.tokenizer, texts, count * LENGTH, skip=sequences * LENGTH)
+    reference = sample_texts(bench.tokenizer, texts, tokens)
+    held = sample_texts(bench.tokenizer, texts, options.windows * LENGTH, skip=tokens)
     test = windows(encode(bench.tokenizer, held), LENGTH).long()
     alone = float(bench.losses(test).nll.mean())
-    for steps, rate, gradient in BUILDS:
+    for steps, rate, gradient in builds:
         settings = {"steps": steps, "learning_rate": rate, "gradient": gradient}
         config = BuildConfig(**settings, max_length=LENGTH, batch_tokens=bench.batch_tokens)  # type: ignore[arg-type]
         memory = build_memory(bench.model, bench.tokenizer, reference, config)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from knn_moe.embedded import EMBEDDED_MODELS, embedded_model
+from train import Recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 MEASUREMENTS = ROOT / "docs" / "measurements"
@@ -62,10 +63,7 @@ def measured(name: str) -> dict[str, Any]:
 
 
 def training(name: str) -> dict[str, Any]:
-    if name == LARGE:
-        path = MEASUREMENTS / "training-80m.json"
-    else:
-        path = Path(embedded_model(name)) / "training.json"
+    path = Path(embedded_model(name)) / "training.json"
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf8"))
     return found
 
@@ -124,6 +122,8 @@ token; bf16.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from train import Recipe
+
 from knn_moe.embedded import embedded_model
 
 model = AutoModelForCausalLM.from_pretrained(embedded_model("{name}"))
@@ -141,10 +141,10 @@ SQL and maths text and every benchmark are unseen.**
 ## How it was trained
 
 `python models/train.py models/recipes/tiny-*.json --out OUT` on one {facts["versions"]["device"]},
-all three at once, in {history["seconds"] / 60:.0f} minutes: {len(history["train"])} epochs of
-windows of 512 tokens, AdamW on fp32 copies of the weights, 3 % warm-up and a cosine, and a loss
-that pulls towards an even load in each layer. Loss on held-out text by epoch:
-{", ".join(f"{loss:.3f}" for loss in history["valid"])}.
+all three at once, in {history["seconds"] / 60:.0f} minutes: {len(history["train"])} epochs, \
+{history["tokens"] / 1e6:.0f}M tokens.
+{recipe_words(name)}
+Loss on held-out text by epoch: {", ".join(f"{loss:.3f}" for loss in history["valid"])}.
 
 ## Loss on held-out text
 
@@ -176,6 +176,19 @@ It writes grammatical nonsense and knows no facts. It was trained on windows of 
 made for tests and demonstrations of routing: figures measured on it say that a method works, not
 what it is worth on a model of useful size.
 """
+
+
+def recipe_words(name: str) -> str:
+    recipe = Recipe.read(ROOT / "models" / "recipes" / f"{name}.json")
+    shape = recipe.config
+    return f"""\
+Batches of {recipe.batch} windows of {recipe.length} tokens; AdamW (β 0.9 and 0.95, weight
+decay {recipe.weight_decay}) on fp32 copies of the weights, gradients clipped at {recipe.clip:g};
+learning rate up to {recipe.learning_rate:g} over the first {recipe.warmup:.0%} of the steps, then
+a cosine to a twentieth; {recipe.balance:g} times a load-balancing loss of each layer; seed
+{recipe.seed}. Shape: {shape["num_hidden_layers"]} layers of width {shape["hidden_size"]},
+{shape["num_attention_heads"]} heads, experts of width {shape["intermediate_size"]}, input and
+output embeddings shared."""
 
 
 def losses_table(facts: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ ORDER = """
     errors similarity mixing provenance index.protocol index.exact index config gamma
     reference routers experts intercept dense embedded identity header card storage writer memory
     optimise batches drain workspace build recall hooks handle
-    stats likelihood controls trace
+    stats likelihood usage controls trace
     bench.models bench.build bench demo.result report demo cli.common cli
 """.split()  # noqa: SIM905
 

@@ -18,7 +18,6 @@ from knn_moe import RoutingMemory, attach
 from knn_moe.demo.measure import Measured, expert_use, measure_alone, measure_with, score, terciles
 from knn_moe.demo.run import CONTROL, PAPER, STRONG, Demo, DemoConfig
 from knn_moe.demo.texts import (
-    CHOICES,
     DemoText,
     TestSet,
     documentation,
@@ -108,42 +107,35 @@ def by_hand(model: PreTrainedModel, test_set: TestSet, item: int) -> bool:
     return scores.index(max(scores)) == int(test_set.answers[item])
 
 
-def test_experts_are_counted_over_all_that_is_read(
+def test_experts_are_those_of_the_model_alone_and_of_the_model_with_its_memory(
     model: PreTrainedModel, test_set: TestSet, demo: Any
 ) -> None:
-    found = measure_with(model, demo.strong, test_set, "with", lambda share: None)
-    use = expert_use(found)
-    tokens = sum(t.numel() for t in (test_set.windows, test_set.contexts, test_set.continuations))
-    assert {layer.tokens for layer in found.stats.values()} == {tokens}
-    for rows in (use.before, use.after):
-        assert [sum(row) for row in rows] == pytest.approx([4.0] * 6, abs=2e-3)
-    # What the first router is given does not depend on the memory.
-    context = test_set.contexts[:, None].expand(-1, CHOICES, -1)
-    options = torch.cat([context, test_set.continuations], dim=-1).flatten(0, 1)
-    counted = [
-        first_choices(model, test_set.windows),
-        first_choices(model, test_set.contexts),
-        first_choices(model, options)[:, -test_set.continuations.shape[-1] :],
-    ]
-    chosen = torch.cat([part.flatten() for part in counted])
-    expected = torch.bincount(chosen, minlength=16) / tokens
-    assert list(use.before[0]) == pytest.approx(expected.tolist(), abs=2e-3)
-    changed = sum(one != two for one, two in zip(use.before, use.after, strict=True))
-    assert changed == 6
+    alone = measure_alone(model, test_set, lambda share: None)
+    routed = measure_with(model, demo.strong, test_set, "with", lambda share: None)
+    use = expert_use(alone, routed)
+    with attach(model, demo.strong):
+        expected = choices(model, test_set.windows)
+    for rows, counted in ((use.before, choices(model, test_set.windows)), (use.after, expected)):
+        for row, shares in zip(rows, counted, strict=True):
+            assert list(row) == pytest.approx(shares.tolist(), abs=5e-3)
+            assert sum(row) == pytest.approx(4, abs=2e-3)
+    assert all(one != two for one, two in zip(use.before, use.after, strict=True))
+    assert demo.result.experts == use
 
 
 @torch.no_grad()
-def first_choices(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """The experts of the first layer. Shapes: [B, T] → [B, T, 4]."""
-    logits = model(ids, output_router_logits=True).router_logits[0]
-    return logits.view(*ids.shape, 16).topk(4).indices
+def choices(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
+    """The share of tokens each expert is chosen for, by layer, from the recorded logits."""
+    recorded = model(ids, output_router_logits=True).router_logits
+    chosen = [logits.view(-1, 16).topk(4).indices.flatten() for logits in recorded]
+    return [torch.bincount(part, minlength=16) / ids.numel() for part in chosen]
 
 
 def measured(way: str, windows: int, seed: int) -> Measured:
     draw = torch.Generator().manual_seed(seed)
     nll = 3 * torch.rand(windows, 5, generator=draw)
     chosen = torch.rand(9, generator=draw) > 0.5
-    return Measured(way, TokenLosses(nll, nll < 1), chosen)
+    return Measured(way, TokenLosses(nll, nll < 1), chosen, torch.zeros(2, 4))
 
 
 def test_changes_are_paired_by_window_and_by_choice() -> None:

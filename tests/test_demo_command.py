@@ -105,6 +105,31 @@ def test_a_folder_of_something_else_is_left_alone(files: Path, tmp_path: Path) -
     assert (out / "chapter.md").read_text() == "Long ago"
 
 
+def test_a_folder_that_only_looks_like_a_demo_is_left_alone(files: Path, tmp_path: Path) -> None:
+    out = tmp_path / "mine"
+    (out / "paper").mkdir(parents=True)
+    (out / "paper" / "thesis.tex").write_text("Long ago")
+    assert_refused(run_demo(files, out), "holds something else than a demo")
+    (out / "result.json").write_text("{}")
+    assert_refused(run_demo(files, out), "holds something else than a demo")
+    assert (out / "paper" / "thesis.tex").read_text() == "Long ago"
+
+
+def test_a_place_that_cannot_be_made(files: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert_refused(run_demo(files, tmp_path / "file" / "out"), "is no folder")
+
+
+def test_what_is_tried_must_not_be_what_is_remembered(files: Path, tmp_path: Path) -> None:
+    result = run_demo(files, tmp_path / "out", reference=files / "test.jsonl")
+    assert_refused(result, "what is tried must not be what is remembered")
+
+
+def test_a_name_that_is_almost_an_embedded_one(files: Path, tmp_path: Path) -> None:
+    result = run_demo(files, tmp_path / "out", "--model", "tiny-qwen")
+    assert_refused(result, "Did you mean 'tiny-qwen3'?")
+
+
 def test_both_files_are_needed(files: Path, tmp_path: Path) -> None:
     for given, missing in (("reference", "--test"), ("test", "--reference")):
         options = (f"--{given}", str(files / f"{given}.jsonl"), "--out", str(tmp_path / "out"))

@@ -83,13 +83,14 @@ class Routing:
         """While inside, hand each router call to `observer`, after its experts are chosen."""
         if not self._handles:
             raise AttachError("The memory is not attached any more: attach it again to observe it.")
+        before = [hook.observer for hook in self._hooks]
         for hook in self._hooks:
             hook.observer = observer
         try:
             yield
         finally:
-            for hook in self._hooks:
-                hook.observer = None
+            for hook, earlier in zip(self._hooks, before, strict=True):
+                hook.observer = earlier
 
     def detach(self) -> None:
         """Take the memory off. Does nothing the second time.

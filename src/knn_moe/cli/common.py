@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,14 @@ def load_structure(name: str) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from knn_moe.embedded import embedded_model
+    from knn_moe.embedded import EMBEDDED_MODELS, embedded_model
+
+    meant = get_close_matches(name, EMBEDDED_MODELS, n=1, cutoff=0.7)
+    if meant and name not in EMBEDDED_MODELS and not Path(name).exists():
+        raise ModelError(
+            f"Unknown model {name!r}. Did you mean {meant[0]!r}? Embedded: "
+            f"{', '.join(EMBEDDED_MODELS)}; or give a folder or a hub id."
+        )
 
     try:
         config = AutoConfig.from_pretrained(embedded_model(name))

@@ -50,7 +50,7 @@ _DEMO_FILES: Final = {"paper", "strong", "report.html", "result.json"}
     type=click.IntRange(min=1),
     default=20_000,
     show_default=True,
-    help="Reference tokens to read at most.",
+    help="About how many reference tokens to read.",
 )
 @click.option(
     "--out",
@@ -120,15 +120,23 @@ def _text(reference: Path | None, test: Path | None) -> DemoText:
 
 def _require_free(out: Path) -> None:
     """Only an empty folder or what an earlier demo left is replaced."""
+    from knn_moe.storage import CONFIG_FILE
+
+    parent = next(folder for folder in out.absolute().parents if folder.exists())
+    if not parent.is_dir():
+        raise click.UsageError(f"{str(parent)!r} is no folder, so {str(out)!r} cannot be made.")
     found = {file.name for file in out.iterdir()} if out.is_dir() else set()
-    if out.is_file() or not found <= _DEMO_FILES:
+    ours = {"result.json"} <= found <= _DEMO_FILES and all(
+        (out / name / CONFIG_FILE).is_file() for name in found & {"paper", "strong"}
+    )
+    if out.is_file() or (found and not ours):
         raise click.UsageError(f"{str(out)!r} holds something else than a demo: choose another.")
 
 
 @contextmanager
 def _replaced(out: Path) -> Iterator[Path]:
     """A new folder that takes the place of `out` when all has gone well."""
-    target = out.absolute()
+    target = out.resolve()  # through a link: it stays, and what it points to is replaced
     partial = target.with_name(f".{target.name}.new")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -191,7 +199,7 @@ def _shown(passage: Passage) -> Text:
         one, two = math.exp(-(token.nll_before or 0.0)), math.exp(-(token.nll_after or 0.0))
         shown.append(f"{one:7.1%} → {two:5.1%}   …", "not bold")
         shown.append(_one_line("".join(part.text for part in before)), "dim not bold")
-        shown.append(f"{_one_line(token.text)}\n", "bold green")
+        shown.append(f"[{_one_line(token.text)}]\n", "bold green")
     return shown
 
 

@@ -9,16 +9,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
 from knn_moe.demo.result import ExpertUse, Score, Tercile
 from knn_moe.demo.texts import TestSet
 from knn_moe.handle import attach
-from knn_moe.hooks import LayerStats, RouterCall
+from knn_moe.hooks import LayerStats
 from knn_moe.likelihood import TokenLosses, continuation_scores, token_losses
 from knn_moe.memory import RoutingMemory
 from knn_moe.stats import Comparison, paired_bootstrap
+from knn_moe.usage import count_experts
 
 _BATCH: Final = 8  # windows read together
 _THIRDS: Final = ("easiest third", "middle third", "hardest third")
@@ -28,14 +28,14 @@ OnShare = Callable[[float], None]  # how much of the work is done, from 0 to 1
 
 @dataclass(frozen=True)
 class Measured:
-    """One way of running the model, item by item. Shapes: chosen [C] bool; experts [2, layers,
-    experts], the share of tokens each was chosen for without and with the memory."""
+    """One way of running the model, item by item. Shapes: chosen [C] bool; experts [layers,
+    experts], the share of the windows' tokens each was chosen for."""
 
     way: str
     losses: TokenLosses
     chosen: Tensor
+    experts: Tensor
     stats: dict[int, LayerStats] = field(default_factory=dict)
-    experts: Tensor | None = None
 
 
 def measure_alone(model: Any, test: TestSet, on_share: OnShare) -> Measured:
@@ -46,19 +46,8 @@ def measure_with(
     model: Any, memory: RoutingMemory, test: TestSet, way: str, on_share: OnShare
 ) -> Measured:
     """The same with a memory attached."""
-    layers = list(memory.layers)
-    counts = torch.zeros(2, len(layers), next(iter(memory.layers.values())).shape.num_experts)
-
-    def count(call: RouterCall) -> None:
-        for side, chosen in enumerate((call.before, call.after)):
-            found = torch.bincount(chosen.flatten().cpu(), minlength=counts.shape[-1])
-            counts[side, layers.index(call.layer)] += found
-
-    with attach(model, memory) as routing, routing.observed(count):
-        measured = _run(model, test, way, on_share)
-        stats = routing.stats()
-    tokens = torch.tensor([stats[layer].tokens for layer in layers])
-    return replace(measured, stats=stats, experts=counts / tokens[:, None])
+    with attach(model, memory) as routing:
+        return replace(_run(model, test, way, on_share), stats=routing.stats())
 
 
 def _run(model: Any, test: TestSet, way: str, on_share: OnShare) -> Measured:
@@ -71,11 +60,12 @@ def _run(model: Any, test: TestSet, way: str, on_share: OnShare) -> Measured:
     def after_choices(done: int) -> None:
         on_share((read + done / len(test.contexts) * (to_read - read)) / to_read)
 
-    losses = token_losses(model, test.windows, _BATCH, after_windows)
+    with count_experts(model) as counts:
+        losses = token_losses(model, test.windows, _BATCH, after_windows)
     scores = continuation_scores(
         model, test.contexts, test.continuations, 2 * _BATCH, after_choices
     )
-    return Measured(way, losses, scores.argmax(dim=-1) == test.answers)
+    return Measured(way, losses, scores.argmax(dim=-1) == test.answers, counts.shares())
 
 
 def score(measured: Measured, alone: Measured, *, control: bool = False) -> Score:
@@ -119,10 +109,8 @@ def terciles(ways: Sequence[Measured], alone: Measured) -> tuple[Tercile, ...]:
     return tuple(found)
 
 
-def expert_use(measured: Measured) -> ExpertUse:
-    """Which experts were chosen how often, without and with the memory."""
-    before, after = torch.empty(2, 0, 0) if measured.experts is None else measured.experts
-    return ExpertUse(_rows(before), _rows(after))
+def expert_use(alone: Measured, routed: Measured) -> ExpertUse:
+    return ExpertUse(_rows(alone.experts), _rows(routed.experts))
 
 
 def _rows(table: Tensor) -> tuple[tuple[float, ...], ...]:

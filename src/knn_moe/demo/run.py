@@ -20,6 +20,7 @@ from knn_moe.demo.result import DemoResult, MemoryFacts
 from knn_moe.demo.texts import DemoText, make_test_set, sample_reference
 from knn_moe.identity import identify
 from knn_moe.memory import RoutingMemory
+from knn_moe.reference import Example
 from knn_moe.routers import find_routers
 
 OnProgress = Callable[[float, str], None]  # the share of all work done; what is being done
@@ -30,10 +31,10 @@ CONTROL: Final = "control: values shuffled"
 
 # Roughly how long each stage takes on two cores, in the order they run.
 _STAGES: Final = {
-    "building the paper's memory": 6.0,
+    "building the paper memory": 6.0,
     "building the strong memory": 42.0,
     "measuring zero-shot": 3.0,
-    "measuring the paper's memory": 14.0,
+    "measuring the paper memory": 14.0,
     "measuring the strong memory": 16.0,
     "measuring the control": 16.0,
     "tracing passages": 2.0,
@@ -62,18 +63,19 @@ class Demo:
 
     def run(self, folder: Path) -> DemoResult:
         """Build memories into `folder`, as `paper` and `strong`, and measure them."""
-        config = self.config
+        config, text = self.config, self.text
         test = make_test_set(
-            self.text.test, self.tokenizer, config.length, config.windows, config.choices
+            text.test, self.tokenizer, config.length, config.windows, config.choices
         )
-        paper, paper_facts = self._build("paper", folder, PAPER, "building the paper's memory")
-        strong, strong_facts = self._build("strong", folder, STRONG, "building the strong memory")
+        reference = sample_reference(text.reference, self.tokenizer, config.reference_tokens)
+        paper, paper_facts = self._build(reference, PAPER, folder / "paper")
+        strong, strong_facts = self._build(reference, STRONG, folder / "strong")
         model, control = self.model, shuffle_values(strong)
         alone = measure_alone(model, test, self._watch("measuring zero-shot"))
         routed = [
             measure_with(model, memory, test, way, self._watch(stage))
             for memory, way, stage in (
-                (paper, PAPER, "measuring the paper's memory"),
+                (paper, PAPER, "measuring the paper memory"),
                 (strong, STRONG, "measuring the strong memory"),
                 (control, CONTROL, "measuring the control"),
             )
@@ -84,9 +86,9 @@ class Demo:
         routers = find_routers(model)
         return DemoResult(
             model=identify(model, routers).name,
-            reference=self.text.reference_name,
+            reference=text.reference_name,
             reference_tokens=len(strong.provenance.stream),
-            test=self.text.test_name,
+            test=text.test_name,
             layers=tuple(strong.layers),
             top_k=routers[0].top_k,
             test_tokens=test.windows.numel(),
@@ -94,23 +96,24 @@ class Demo:
             choices=len(test.contexts),
             memories=(paper_facts, strong_facts),
             scores=tuple(score(way, alone, control=way.way == CONTROL) for way in (alone, *routed)),
-            experts=expert_use(routed[1]),
+            experts=expert_use(alone, routed[1]),
             terciles=terciles([alone, *routed], alone),
             passages=passages,
         )
 
     def _build(
-        self, preset: str, folder: Path, way: str, stage: str
+        self, reference: list[Example], way: str, folder: Path
     ) -> tuple[RoutingMemory, MemoryFacts]:
+        """A memory by the preset that its folder is named after."""
+        preset = folder.name
         settings = BuildConfig(preset=preset, max_length=self.config.length, batch_tokens=2048)
-        texts = sample_reference(self.text.reference, self.tokenizer, self.config.reference_tokens)
-        watch, started = self._watch(stage), time.monotonic()
+        watch, started = self._watch(f"building the {preset} memory"), time.monotonic()
         memory = build_memory(
             self.model,
             self.tokenizer,
-            texts,
+            reference,
             settings,
-            folder=folder / preset,
+            folder=folder,
             on_progress=lambda step: watch(step.tokens / step.total_tokens),
         )
         routing = settings.routing()

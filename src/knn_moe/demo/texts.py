@@ -48,38 +48,59 @@ class TestSet:
 
 
 def documentation(seed: int = 0) -> DemoText:
-    """Python's help topics, each wholly in the reference or wholly in the test.
-
-    Topics share paragraphs, and two are the same text: what the test has is taken out of the
-    reference.
-    """
-    topics = [text for _, text in sorted(pydoc_data.topics.topics.items())]
+    """Python's help topics, each wholly in the reference or wholly in the test."""
+    topics = [Example.of(text) for _, text in sorted(pydoc_data.topics.topics.items())]
     random.Random(seed).shuffle(topics)
     half = len(topics) // 2
     test = topics[half:]
-    known = {_words(paragraph) for text in test for paragraph in text.split("\n\n")}
-    reference = [text for text in (_without(text, known) for text in topics[:half]) if text]
+    reference = apart(topics[:half], test)
     return DemoText(
-        reference=[Example.of(text) for text in reference],
-        test=[Example.of(text) for text in test],
+        reference=reference,
+        test=test,
         reference_name=f"{len(reference)} topics of Python's documentation",
         test_name=f"{len(test)} other topics of Python's documentation",
     )
 
 
-def _without(text: str, known: set[str]) -> str:
-    """The text less its paragraphs that are known."""
-    return "\n\n".join(part for part in text.split("\n\n") if _words(part) not in known)
+def own_text(reference: Path, test: Path) -> DemoText:
+    examples = load_examples(test)
+    remembered = apart(load_examples(reference), examples)
+    if not remembered:
+        raise ReferenceSetError(
+            f"All of {str(reference)!r} is in {str(test)!r} too: what is tried must not be what is "
+            f"remembered."
+        )
+    return DemoText(remembered, examples, repr(reference.name), repr(test.name))
+
+
+def apart(reference: Sequence[Example], test: Sequence[Example]) -> list[Example]:
+    """The reference less what the test has too: whole examples, and paragraphs of plain texts.
+
+    Without this a memory would be praised for knowing the test by heart. Topics of Python's
+    documentation share paragraphs, and two are the same text.
+    """
+    known = {_words(paragraph) for example in test for paragraph in _paragraphs(example)}
+    kept = []
+    for example in reference:
+        if _is_plain(example):
+            left = [part for part in _paragraphs(example) if _words(part) not in known]
+            if any(part.strip() for part in left):
+                kept.append(Example(completion="\n\n".join(left)))
+        elif example not in test:
+            kept.append(example)
+    return kept
+
+
+def _is_plain(example: Example) -> bool:
+    return not example.prompt and example.messages is None
+
+
+def _paragraphs(example: Example) -> list[str]:
+    return example.completion.split("\n\n") if _is_plain(example) else []
 
 
 def _words(paragraph: str) -> str:
     return " ".join(paragraph.split())
-
-
-def own_text(reference: Path, test: Path) -> DemoText:
-    return DemoText(
-        load_examples(reference), load_examples(test), repr(reference.name), repr(test.name)
-    )
 
 
 def sample_reference(examples: Sequence[Example], tokenizer: Any, tokens: int) -> list[Example]:
@@ -100,13 +121,16 @@ def sample_reference(examples: Sequence[Example], tokenizer: Any, tokens: int) -
 
 def _pieces(example: Example) -> list[Example]:
     """A plain text in paragraphs put together to some size; anything else whole."""
-    if example.prompt or example.messages is not None:
+    if not _is_plain(example):
         return [example]
     pieces = [""]
-    for paragraph in example.completion.split("\n\n"):
-        if len(pieces[-1]) + len(paragraph) > _PIECE and pieces[-1]:
-            pieces.append("")
-        pieces[-1] += f"{paragraph}\n\n"
+    for paragraph in _paragraphs(example):
+        for start in range(0, max(len(paragraph), 1), _PIECE):
+            part = paragraph[start : start + _PIECE]
+            if len(pieces[-1]) + len(part) > _PIECE and pieces[-1]:
+                pieces.append("")
+            pieces[-1] += part
+        pieces[-1] += "\n\n"
     return [Example(completion=piece) for piece in pieces]
 
 
