@@ -179,8 +179,8 @@ def write(text: str) -> Callable[[Path], Path]:
         (write(""), "is empty"),
         (write('{"text": "3 4"}\n{"text": 3 4}\n'), "line 2: not JSON"),
         (write('{"question": "3 4"}\n'), "line 1: needs"),
-        (lambda folder: folder / "none.jsonl", "No reference file"),
-        (lambda folder: folder, "No reference file"),
+        (lambda folder: folder / "none.jsonl", "No file of examples"),
+        (lambda folder: folder, "No file of examples"),
     ],
 )
 def test_a_bad_reference_file_is_told(

@@ -161,7 +161,7 @@ def short(folder: Path) -> Path:
     [
         ("reference", broken_line, "line 2: not JSON"),
         ("test", broken_line, "line 2: not JSON"),
-        ("reference", lambda folder: folder / "none.jsonl", "No reference file"),
+        ("reference", lambda folder: folder / "none.jsonl", "No file of examples"),
         ("test", empty, "is empty"),
         ("test", short, "the demo needs at least 512"),
     ],

@@ -219,7 +219,7 @@ def test_messages_need_a_chat_template(tokenizer: Any) -> None:
 
 def test_a_missing_file(tmp_path: Path) -> None:
     for path in (tmp_path / "none.jsonl", tmp_path):
-        with pytest.raises(ReferenceSetError, match=f"No reference file at '{path}'"):
+        with pytest.raises(ReferenceSetError, match=f"No file of examples at '{path}'"):
             load_examples(path)
 
 

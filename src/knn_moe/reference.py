@@ -93,7 +93,7 @@ def iter_examples(source: str | Path | Iterable[ExampleLike]) -> Iterator[Exampl
 
 def _from_file(path: Path) -> Iterator[Example]:
     if not path.is_file():
-        raise ReferenceSetError(f"No reference file at {str(path)!r}.")
+        raise ReferenceSetError(f"No file of examples at {str(path)!r}.")
     try:
         if ".jsonl" not in path.suffixes:
             yield from _from_text(path)
@@ -165,7 +165,7 @@ def _tokenise_messages(messages: Sequence[Mapping[str, Any]], tokenizer: Any) ->
     """Through the model's chat template; the last assistant turn is the completion."""
     if getattr(tokenizer, "chat_template", None) is None:
         raise ReferenceSetError(
-            "The reference set holds chat messages, but the tokenizer has no chat template. "
+            "The examples are chat messages, but the tokenizer has no chat template. "
             "Give prompt and completion instead, or set tokenizer.chat_template."
         )
     ids = _apply_template(tokenizer, messages, generation=False)
