@@ -74,3 +74,7 @@ def divergence(one: Tensor, two: Tensor) -> float:
         return torch.where(p > 0, p * (p / middle).log2(), 0.0).sum(dim=-1)
 
     return float(((relative(one) + relative(two)) / 2).mean())
+
+
+def device_name(device: str) -> str:
+    return torch.cuda.get_device_name() if device.startswith("cuda") else "CPU"

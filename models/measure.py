@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from audit import held_out
+from audit import device_name, held_out
 from corpus import default_data, read_texts, sample_texts
 from knn_moe import BuildConfig, RoutingMemory, attach, build_memory
 from knn_moe.controls import shuffle_values
@@ -83,7 +83,7 @@ def main() -> None:
         found = {
             "model": Path(name).name,
             "sequences": options.sequences,
-            "device": _device_name(options.device),
+            "device": device_name(options.device),
             "table": table(bench, options.sequences, options.windows),
         }
         _write(options.out, found)
@@ -139,10 +139,6 @@ def compare(found: TokenLosses, alone: TokenLosses) -> dict[str, Any]:
 def _write(folder: Path, found: dict[str, Any]) -> None:
     text = json.dumps(found, indent=1)
     (folder / f"{found['model']}.json").write_text(f"{text}\n", encoding="utf8")
-
-
-def _device_name(device: str) -> str:
-    return torch.cuda.get_device_name() if device.startswith("cuda") else "CPU"
 
 
 if __name__ == "__main__":

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from knn_moe.embedded import EMBEDDED_MODELS, embedded_model
-from train import Recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 MEASUREMENTS = ROOT / "docs" / "measurements"
@@ -122,8 +122,6 @@ token; bf16.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from train import Recipe
-
 from knn_moe.embedded import embedded_model
 
 model = AutoModelForCausalLM.from_pretrained(embedded_model("{name}"))
@@ -143,7 +141,7 @@ SQL and maths text and every benchmark are unseen.**
 `python models/train.py models/recipes/tiny-*.json --out OUT` on one {facts["versions"]["device"]},
 all three at once, in {history["seconds"] / 60:.0f} minutes: {len(history["train"])} epochs, \
 {history["tokens"] / 1e6:.0f}M tokens.
-{recipe_words(name)}
+{recipe_words(facts)}
 Loss on held-out text by epoch: {", ".join(f"{loss:.3f}" for loss in history["valid"])}.
 
 ## Loss on held-out text
@@ -178,8 +176,8 @@ what it is worth on a model of useful size.
 """
 
 
-def recipe_words(name: str) -> str:
-    recipe = Recipe.read(ROOT / "models" / "recipes" / f"{name}.json")
+def recipe_words(facts: dict[str, Any]) -> str:
+    recipe = SimpleNamespace(**facts["settings"])
     shape = recipe.config
     return f"""\
 Batches of {recipe.batch} windows of {recipe.length} tokens; AdamW (β 0.9 and 0.95, weight

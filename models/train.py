@@ -14,7 +14,7 @@ import argparse
 import json
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch.multiprocessing as processes
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
 
-from audit import audit_experts, held_out, losses_by_domain
+from audit import audit_experts, device_name, held_out, losses_by_domain
 from corpus import SEEN, UNSEEN, default_data, encode, read_texts, train_tokenizer, windows
 
 
@@ -114,6 +114,7 @@ def train(recipe: Recipe, run: Run) -> None:
     model.config.router_aux_loss_coef = recipe.balance
     report = {
         "recipe": recipe.name,
+        "settings": asdict(recipe),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "active": active_parameters(model),
         "domains": list(recipe.domains),
@@ -255,10 +256,6 @@ def active_parameters(model: Any) -> int:
         share = model.config.num_experts_per_tok / parameter.shape[0] if ".experts." in name else 1
         total += int(parameter.numel() * share)
     return total
-
-
-def device_name(device: str) -> str:
-    return torch.cuda.get_device_name() if device.startswith("cuda") else "CPU"
 
 
 if __name__ == "__main__":
