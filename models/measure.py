@@ -68,13 +68,7 @@ class Bench:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("models", nargs="+", help="embedded names or folders")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--data", type=Path, default=default_data())
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--sequences", type=int, default=800, help="reference sequences")
-    parser.add_argument("--windows", type=int, default=200, help="test windows")
+    parser = common_parser((__doc__ or "").splitlines()[0], windows=200)
     parser.add_argument("--sizes", type=int, nargs="*", default=SIZES, help="for the growth")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -89,6 +83,18 @@ def main() -> None:
         _write(options.out, found)
         found["growth"] = growth(bench, options.sizes, options.windows)
         _write(options.out, found)
+
+
+def common_parser(description: str, windows: int) -> argparse.ArgumentParser:
+    """What every script that tries memories on models asks for."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("models", nargs="+", help="embedded names or folders")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--data", type=Path, default=default_data())
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--sequences", type=int, default=800, help="reference sequences")
+    parser.add_argument("--windows", type=int, default=windows, help="windows to try them on")
+    return parser
 
 
 def table(bench: Bench, sequences: int, windows: int) -> list[dict[str, Any]]:

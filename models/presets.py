@@ -8,18 +8,15 @@ split: the validation split that `measure.py` reports on takes no part in the ch
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from corpus import default_data, encode, read_texts, sample_texts, windows
+from corpus import encode, read_texts, sample_texts, windows
 from knn_moe import BuildConfig, RoutingConfig, attach, build_memory
 from knn_moe.likelihood import token_losses
-from measure import DOMAINS, LENGTH, Bench
+from measure import DOMAINS, LENGTH, Bench, common_parser
 
 BUILDS = (  # steps, learning rate, gradient
     (1, 0.02, "sparse"),
@@ -39,13 +36,7 @@ ROUTINGS = (  # neighbours, scale of γ
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("models", nargs="+", help="embedded names or folders")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--data", type=Path, default=default_data())
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--sequences", type=int, default=800, help="reference sequences")
-    parser.add_argument("--windows", type=int, default=100, help="windows to try them on")
+    parser = common_parser((__doc__ or "").splitlines()[0], windows=100)
     parser.add_argument("--only", type=parse_build, help="one way to build: STEPS,RATE,GRADIENT")
     options = parser.parse_args()
     builds = [options.only] if options.only else BUILDS

@@ -104,7 +104,10 @@ def change_cell(row: dict[str, Any]) -> str:
 
 def model_card(name: str) -> str:
     facts, found = training(name), measured(name)
-    history = facts["history"]
+    return "\n".join([card_opening(name, facts), card_training(facts), card_worth(name, found)])
+
+
+def card_opening(name: str, facts: dict[str, Any]) -> str:
     return f"""\
 ---
 license: apache-2.0
@@ -135,7 +138,12 @@ BPE tokenizer of 4,096 tokens, trained on the same text and shared by all three 
 SQL and maths text and every benchmark are unseen.**
 
 {SOURCES}
+"""
 
+
+def card_training(facts: dict[str, Any]) -> str:
+    history = facts["history"]
+    return f"""\
 ## How it was trained
 
 `python models/train.py models/recipes/tiny-*.json --out OUT` on one {facts["versions"]["device"]},
@@ -157,7 +165,11 @@ idlest {min(facts["experts"]["idlest"]):.2f}. How expert use differs between dom
 (Jensen-Shannon divergence in bits, averaged over the layers; 0 is alike, 1 is disjoint):
 
 {divergence_table(facts)}
+"""
 
+
+def card_worth(name: str, found: dict[str, Any]) -> str:
+    return f"""\
 ## What a memory is worth to it
 
 {found["sequences"]} × 256 reference tokens, 200 × 256 test tokens; change in nats per token with

@@ -1,4 +1,4 @@
-"""A little training text in the form of the data folder: enough to run every script on."""
+"""A little training text in the form of the data folder, and the least model to train on it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,28 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from corpus import SEEN
+from train import Recipe
 
+RECIPE = Recipe(
+    name="least",
+    model_type="olmoe",
+    config={
+        "vocab_size": 300,
+        "hidden_size": 32,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": True,
+    },
+    epochs=2,
+    length=32,
+    batch=4,
+    learning_rate=1e-2,
+)
 SUBJECTS = ("the cat", "a judge", "my list", "that dose", "one row", "her friend")
 
 

@@ -22,30 +22,10 @@ import train
 from audit import audit_experts, divergence, expert_use, held_out, losses_by_domain
 from corpus import SEEN, UNSEEN, encode, read_texts, train_tokenizer
 from knn_moe.embedded import EMBEDDED_MODELS, embedded_model
-from small_corpus import write_corpus
+from small_corpus import RECIPE, write_corpus
 from train import MasterAdamW, Recipe, Run, learning_rate, load_imbalance, make_model
 
 RECIPES = sorted((Path(train.__file__).parent / "recipes").glob("*.json"))
-RECIPE = Recipe(
-    name="least",
-    model_type="olmoe",
-    config={
-        "vocab_size": 300,
-        "hidden_size": 32,
-        "intermediate_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "max_position_embeddings": 256,
-        "tie_word_embeddings": True,
-    },
-    epochs=2,
-    length=32,
-    batch=4,
-    learning_rate=1e-2,
-)
 STEPS = 30
 
 
