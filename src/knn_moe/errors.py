@@ -9,6 +9,7 @@ KnnMoeError
 ├── MemoryFormatError        a folder that is no memory, or not a whole one
 ├── MemoryMismatchError      a memory that belongs to another model, or to another memory
 ├── BuildError               a build cannot start, or cannot go on
+├── MissingDependencyError   an optional part is not installed
 └── AttachError              a memory cannot be put on a model
     └── RouterNotCalledError     a router was attached but the model went around it
 
@@ -50,6 +51,10 @@ class MemoryMismatchError(KnnMoeError):
 
 class BuildError(KnnMoeError):
     """A build cannot start, or cannot go on."""
+
+
+class MissingDependencyError(KnnMoeError, ImportError):
+    """An optional part is not installed; the message names the command that installs it."""
 
 
 class AttachError(KnnMoeError):

@@ -1,6 +1,49 @@
 """Nearest-neighbour search: squared-L2 top-k over a layer's keys, behind one protocol."""
 
-from knn_moe.index.exact import ExactIndex
-from knn_moe.index.protocol import KeyIndex
+from __future__ import annotations
 
-__all__ = ["ExactIndex", "KeyIndex"]
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from knn_moe.index.exact import ExactIndex
+from knn_moe.index.fast import FastIndex
+from knn_moe.index.protocol import KeyIndex
+from knn_moe.index.settings import INDEXES, IndexConfig
+
+__all__ = [
+    "INDEXES",
+    "ExactIndex",
+    "FastIndex",
+    "IndexConfig",
+    "KeyIndex",
+    "build_index",
+    "load_index",
+]
+
+
+def build_index(keys: Tensor, config: IndexConfig, device: torch.device) -> KeyIndex:
+    """An index of `keys` [M, d], prepared for the similarity it will serve, on `device`."""
+    if config.kind == "exact":
+        return ExactIndex(keys.to(device))
+    if config.kind == "fast":
+        return FastIndex.build(keys.to(device), config)
+    from knn_moe.index.faiss import FaissIndex
+
+    return FaissIndex.build(keys, config, device)
+
+
+def load_index(
+    tensors: Mapping[str, Tensor], config: IndexConfig, device: torch.device
+) -> KeyIndex:
+    """The index whose `tensors()` these are, on `device`."""
+    if config.kind == "exact":
+        return ExactIndex(tensors["keys"].to(device))
+    if config.kind == "fast":
+        kept = {name: part for name, part in tensors.items() if config.rerank or name != "keys"}
+        moved = {name: part.to(device) for name, part in kept.items()}
+        return FastIndex(moved, config)
+    from knn_moe.index.faiss import FaissIndex
+
+    return FaissIndex.load(tensors, config, device)
