@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from knn_moe.build import build_memory
+    from knn_moe.compression import compress
     from knn_moe.config import BuildConfig, RoutingConfig
     from knn_moe.handle import attach
+    from knn_moe.index.settings import IndexConfig
     from knn_moe.memory import RoutingMemory
     from knn_moe.reference import Example, load_examples
     from knn_moe.routers import find_routers
@@ -21,10 +23,12 @@ if TYPE_CHECKING:
 __all__ = [
     "BuildConfig",
     "Example",
+    "IndexConfig",
     "RoutingConfig",
     "RoutingMemory",
     "attach",
     "build_memory",
+    "compress",
     "find_routers",
     "load_examples",
 ]
@@ -33,10 +37,12 @@ __version__ = "0.1.0"
 _HOMES = {
     "BuildConfig": "config",
     "Example": "reference",
+    "IndexConfig": "index.settings",
     "RoutingConfig": "config",
     "RoutingMemory": "memory",
     "attach": "handle",
     "build_memory": "build",
+    "compress": "compression",
     "find_routers": "routers",
     "load_examples": "reference",
 }

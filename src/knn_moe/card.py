@@ -11,6 +11,7 @@ def model_card(config: Mapping[str, Any]) -> str:
     """Markdown with the hub's front matter, from what memory_config.json says."""
     base, build, routing = config["base_model"], config["build"], config["routing"]
     name = base["name"]
+    index = f", {routing['index']['kind']} index" if routing["index"] else ""
     known_to_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", name)
     origin = f"base_model: {name}\n" if known_to_hub else ""
     return f"""---
@@ -39,7 +40,7 @@ with attach(model, memory):
 |---|---|
 | built with | preset `{build["preset"]}`, S = {build["steps"]}, η = {build["learning_rate"]}, \
 {build["gradient"]} gradient, {build["tokens"]} tokens |
-| meant to be used with | K = {routing["k"]}, {routing["similarity"]} similarity |
+| meant to be used with | K = {routing["k"]}, {routing["similarity"]} similarity{index} |
 | base model revision | {base["revision"] or "unknown"} |
 | router fingerprint | `{base["fingerprint"][:16]}` |
 | size | {config["bytes"] / 1e6:,.1f} MB |

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from knn_moe.errors import ConfigError
+from knn_moe.index.settings import IndexConfig
 from knn_moe.similarity import SIMILARITIES
 
 GRADIENTS: Final = ("sparse", "dense")
@@ -80,9 +81,18 @@ class RoutingConfig:
     gamma_scale: float = 1.0  # widens (< 1) or narrows (> 1) the kernel
     layers: tuple[int, ...] | None = None  # None: every layer the memory has
     stats: bool = True  # count tokens whose experts changed, for `stats()`
+    # Or a kind of index, by name. None: exact, or the index of a compressed memory.
+    index: IndexConfig | None = None
 
     def __post_init__(self) -> None:
         _check_count("k", self.k, 1)
+        index: object = self.index
+        if isinstance(index, str):
+            object.__setattr__(self, "index", IndexConfig(kind=index))
+        elif isinstance(index, Mapping):
+            object.__setattr__(self, "index", IndexConfig(**index))
+        elif not isinstance(index, IndexConfig | None):
+            raise ConfigError(f"index must be an IndexConfig or its kind, got {index!r}.")
         if self.similarity not in SIMILARITIES:
             raise ConfigError(_unknown("similarity", self.similarity, tuple(SIMILARITIES)))
         for name, value in (("gamma", self.gamma), ("gamma_scale", self.gamma_scale)):

@@ -21,7 +21,7 @@ def shuffle_values(memory: RoutingMemory, seed: int = 0) -> RoutingMemory:
     order = torch.randperm(len(memory), generator=torch.Generator().manual_seed(seed))
     layers = {
         index: replace(layer, values=layer.values[order.to(layer.values.device)])
-        for index, layer in memory.layers.items()
+        for index, layer in memory.full_layers().items()
     }
     # What lies in the memory's folder is not what this one holds.
     return replace(memory, layers=layers, folder=None)

@@ -17,7 +17,7 @@ from knn_moe.config import RoutingConfig
 from knn_moe.errors import AttachError, ConfigError, MemoryMismatchError, RouterNotCalledError
 from knn_moe.hooks import LayerStats, RecallHook, RouterCall, TokenMask
 from knn_moe.identity import identify
-from knn_moe.intercept import forget_compiled_graphs, hook_on
+from knn_moe.intercept import forget_compiled_graphs, hook_on, takes_top
 from knn_moe.memory import RoutingMemory
 from knn_moe.recall import LayerRecall, layer_gamma
 from knn_moe.routers import Router, find_routers
@@ -65,12 +65,16 @@ class Routing:
     def _hook(self, router: Router) -> RecallHook:
         device = router.device
         gamma = layer_gamma(self.memory, router.layer, self.config, device)
+        kernels_count = self.config.stats and device.type == "cuda"
+        top = router.top_k if kernels_count and takes_top(router) else 0
+        layer = self.memory.layers[router.layer]
         try:
-            recall = LayerRecall(self.memory.layers[router.layer], gamma, self.config, device)
+            recall = LayerRecall(layer, gamma, self.config, device, count_top=top)
         except torch.OutOfMemoryError:
             raise AttachError(
                 f"The memory ({self.memory.nbytes / 1e9:,.1f} GB) does not fit on {device} beside "
-                f"the model. Attach fewer layers with RoutingConfig(layers=…)."
+                f'the model. Compress it (knn-moe compress), use RoutingConfig(index="fast"), or '
+                f"attach fewer layers with RoutingConfig(layers=…)."
             ) from None
         return RecallHook(router, recall, self._mask, count_changes=self.config.stats)
 

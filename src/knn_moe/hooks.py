@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from knn_moe.intercept import ReplaceLogits, RouterHook, chosen_experts
-from knn_moe.recall import LayerRecall
+from knn_moe.recall import UNITS, LayerRecall
 from knn_moe.routers import Router
 
 
@@ -31,32 +31,33 @@ class LayerStats:
 
 
 class Counts(nn.Module):
-    """Running sums, as buffers so that compilers treat them as static."""
+    """Running sums, as a buffer so that compilers treat it as static.
 
-    calls: Tensor
-    tokens: Tensor
-    changed: Tensor
-    confidence: Tensor
+    Shape: sums [4] int64: calls, tokens, tokens whose experts changed, and the sum of λ in units
+    of 2⁻³². Whole numbers, so that kernels can add to them in any order (index/kernels.py).
+    """
+
+    sums: Tensor
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        for name, dtype in (
-            ("calls", torch.int64),
-            ("tokens", torch.int64),
-            ("changed", torch.int64),
-            ("confidence", torch.float64),
-        ):
-            self.register_buffer(name, torch.zeros((), dtype=dtype, device=device), False)
+        self.register_buffer("sums", torch.zeros(4, dtype=torch.int64, device=device), False)
 
     @torch.no_grad()
     def add(self, confidence: Tensor, changed: Tensor | None, real: Tensor | None) -> None:
         """Count one call. Shapes: confidence, changed, real [T]; no `real`: no padding."""
         real = torch.ones_like(confidence, dtype=torch.bool) if real is None else real
-        self.calls += 1
-        self.tokens += real.sum()
-        self.confidence += torch.where(real, confidence, 0).sum(dtype=torch.float64)
+        units = (confidence.double() * UNITS).round().long()
+        self.sums[0] += 1
+        self.sums[1] += real.sum()
+        self.sums[3] += torch.where(real, units, 0).sum()
         if changed is not None:
-            self.changed += (changed & real).sum()
+            self.add_changed(changed, real)
+
+    @torch.no_grad()
+    def add_changed(self, changed: Tensor, real: Tensor | None) -> None:
+        """Count the changes of a call that is counted otherwise. Shapes: [T]."""
+        self.sums[2] += (changed if real is None else changed & real).sum()
 
 
 @dataclass(frozen=True)
@@ -82,15 +83,16 @@ class RecallHook(RouterHook):
         self.recall = recall
         self.mask = mask
         self.count_changes = count_changes
-        self.counts = Counts(recall.values.device)
+        self.counts = Counts(recall.gamma.device)
         self.called = False
         self.observer: Callable[[RouterCall], None] | None = None
 
     def mix(self, inputs: Tensor, logits: Tensor) -> Tensor:
-        wide, confidence = self.recall(inputs, logits)
-        mixed: Tensor = wide.to(logits.dtype)
-        self.state.step = inputs, logits, mixed, confidence
-        return mixed
+        real = self.mask.real(len(inputs), inputs.device)
+        mixed, confidence = self.recall(inputs, logits, self.counts.sums, real)
+        self.state.step = inputs, logits, mixed, confidence, real
+        result: Tensor = mixed
+        return result
 
     def after(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -99,9 +101,10 @@ class RecallHook(RouterHook):
         step, self.state.step = self.state.step, None
         if step is None or output is None:
             return
-        inputs, logits, mixed, confidence = step
+        inputs, logits, mixed, confidence, real = step
         changed = None
-        if self.count_changes or self.observer is not None:
+        uncounted = self.count_changes and not self.recall.counts_changes
+        if uncounted or self.observer is not None:
             unmixed = self._unmixed(module, args, kwargs, logits)
             chosen = chosen_experts(self.router, unmixed, logits)
             used = chosen_experts(self.router, output, mixed)
@@ -109,7 +112,10 @@ class RecallHook(RouterHook):
             if self.observer is not None:
                 call = RouterCall(self.router.layer, self.recall, inputs, chosen, used, confidence)
                 self.observer(call)
-        self.counts.add(confidence, changed, self.mask.real(confidence))
+        if not self.recall.counts:
+            self.counts.add(confidence, changed, real)
+        elif uncounted and changed is not None:
+            self.counts.add_changed(changed, real)
         if not torch.compiler.is_compiling():
             self.called = True
 
@@ -123,15 +129,15 @@ class RecallHook(RouterHook):
             return module.forward(*args, **kwargs)
 
     def was_called(self) -> bool:
-        return self.called or int(self.counts.calls) > 0
+        return self.called or int(self.counts.sums[0]) > 0
 
     def stats(self) -> LayerStats:
-        tokens = int(self.counts.tokens)
+        calls, tokens, changed, confidence = self.counts.sums.tolist()
         return LayerStats(
-            calls=int(self.counts.calls),
+            calls=calls,
             tokens=tokens,
-            mean_confidence=float(self.counts.confidence) / max(tokens, 1),
-            changed=int(self.counts.changed) / max(tokens, 1) if self.count_changes else None,
+            mean_confidence=confidence / UNITS / max(tokens, 1),
+            changed=changed / max(tokens, 1) if self.count_changes else None,
         )
 
 
@@ -149,7 +155,7 @@ class TokenMask:
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self.mask = _real_tokens(args, kwargs)
-            self.counts.calls += 1
+            self.counts.sums[0] += 1
 
         def after(
             module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -165,13 +171,13 @@ class TokenMask:
         ]
 
     def ran(self) -> bool:
-        return int(self.counts.calls) > 0
+        return int(self.counts.sums[0]) > 0
 
-    def real(self, like: Tensor) -> Tensor | None:
-        """[T] bool on the device of `like` [T], or None where nothing is known of padding."""
-        if self.mask is None or self.mask.numel() != len(like):
+    def real(self, tokens: int, device: torch.device) -> Tensor | None:
+        """[tokens] bool on `device`, or None where nothing is known of padding."""
+        if self.mask is None or self.mask.numel() != tokens:
             return None
-        return self.mask.flatten().to(like.device)
+        return self.mask.flatten().to(device)
 
 
 def _stack_of(model: nn.Module, routers: list[Router]) -> nn.Module:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from knn_moe.errors import UnsupportedModelError
 from knn_moe.routers import Router
 
+_TRIALS: Final = 64  # rows of logits that show how a router chooses
 # (router inputs [T, d], logits [T, N]) → logits to use [T, N]
 Callback: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
@@ -64,8 +65,8 @@ class CallState:
     """What a hook keeps between the beginning and the end of one router call."""
 
     mode: ReplaceLogits | None = None
-    # router inputs, logits, mixed logits, confidence
-    step: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+    # What the callback leaves for the end of the call: its business alone.
+    step: Any = None
 
 
 class _PerThread(threading.local):
@@ -136,6 +137,30 @@ def hook_on(router: Router) -> RouterHook | None:
         if isinstance(owner, RouterHook):
             return owner
     return None
+
+
+@torch.no_grad()
+def takes_top(router: Router) -> bool:
+    """Whether the router picks the top of its logits, as it is now: tried on shuffled ones.
+
+    Group limits and correction biases bend the order; whatever cannot be tried counts as bent.
+    """
+    if router.scope is not router.module:
+        return False
+    draw = torch.Generator().manual_seed(0)
+    ranks = [torch.randperm(router.num_experts, generator=draw) for _ in range(_TRIALS)]
+    # Eighths apart: exact in bf16 up to 256 experts, and near enough for a softmax to tell apart.
+    trial = ((torch.stack(ranks) - router.num_experts // 2) / 8).to(router.device)
+    inputs = torch.zeros(_TRIALS, router.hidden_size, device=router.device)
+    inputs = inputs.to(router.weight.dtype)
+    try:
+        with ReplaceLogits(router, lambda _, own: trial.to(own.dtype)):
+            output = router.module.forward(inputs)
+    except (TypeError, ValueError, RuntimeError, IndexError, AttributeError):
+        return False
+    chosen = chosen_experts(router, output, torch.zeros_like(trial))
+    top = torch.topk(trial, router.top_k, dim=-1).indices.sort(dim=-1).values
+    return torch.equal(chosen, top)
 
 
 def chosen_experts(router: Router, output: Any, logits: Tensor) -> Tensor:

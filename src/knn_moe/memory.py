@@ -6,24 +6,24 @@ is writer.py's, how it is used is handle.py's.
 
 from __future__ import annotations
 
-import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeAlias
 
 from torch import Tensor
 
 from knn_moe import storage
+from knn_moe.compressed import CompressedLayer
 from knn_moe.config import BuildConfig, RoutingConfig
 from knn_moe.errors import MemoryFormatError, MemoryMismatchError
 from knn_moe.header import MemoryHeader
 from knn_moe.identity import ModelIdentity
 from knn_moe.provenance import Provenance, concatenate
-from knn_moe.writer import LayerShape, MemoryWriter
+from knn_moe.writer import LayerShape, MemoryWriter, scratch_beside, write_layers
 
 _ROWS: Final = 4096  # copied at a time
 
@@ -36,6 +36,9 @@ class LayerMemory:
     values: Tensor
     gamma: float  # of the RBF kernel, from these keys' own distances
 
+    def __len__(self) -> int:
+        return len(self.keys)
+
     def __repr__(self) -> str:
         cases, hidden = self.keys.shape
         experts = self.values.shape[1]
@@ -45,12 +48,19 @@ class LayerMemory:
     def shape(self) -> LayerShape:
         return LayerShape(self.keys.shape[1], self.values.shape[1], self.keys.dtype)
 
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+
+Layer: TypeAlias = LayerMemory | CompressedLayer
+
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingMemory:
     """(router input → better routing logits) for every reference token and MoE layer."""
 
-    layers: dict[int, LayerMemory]
+    layers: Mapping[int, Layer]
     provenance: Provenance
     header: MemoryHeader
     folder: Path | None = None
@@ -63,7 +73,7 @@ class RoutingMemory:
     def __repr__(self) -> str:
         return (
             f"RoutingMemory({len(self):,} cases from {self.provenance.num_examples:,} examples × "
-            f"{len(self.layers)} layers, for {self.base_model})"
+            f"{len(self.layers)} layers{', compressed' * self.compressed}, for {self.base_model})"
         )
 
     @property
@@ -81,7 +91,21 @@ class RoutingMemory:
 
     @property
     def nbytes(self) -> int:
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers.values())
+        return sum(layer.nbytes for layer in self.layers.values())
+
+    @property
+    def compressed(self) -> bool:
+        """Whether the keys became an index (`compress`)."""
+        return any(isinstance(layer, CompressedLayer) for layer in self.layers.values())
+
+    def full_layers(self) -> dict[int, LayerMemory]:
+        """The layers, with their keys; refused where they have none any more."""
+        full = {i: layer for i, layer in self.layers.items() if isinstance(layer, LayerMemory)}
+        if len(full) < len(self.layers):
+            raise MemoryFormatError(
+                f"{self!r} has no keys to work on: use the memory that it was compressed from."
+            )
+        return full
 
     @classmethod
     def from_pretrained(
@@ -100,7 +124,7 @@ class RoutingMemory:
             tokens, *layers = pool.map(check, entries)
         return cls(
             layers={
-                entry["layer"]: LayerMemory(gamma=entry["gamma"], **storage.read_tensors(path))
+                entry["layer"]: _read_layer(entry, storage.read_tensors(path))
                 for entry, path in zip(config["layers"], layers, strict=True)
             },
             provenance=Provenance(**storage.read_tensors(tokens)),
@@ -110,6 +134,14 @@ class RoutingMemory:
 
     def save_pretrained(self, folder: str | Path, *, overwrite: bool = False) -> None:
         """Write the memory to `folder`, whole or not at all."""
+        if self.compressed:
+            layers = [
+                (index, layer.entry(), layer.tensors)
+                for index, layer in self.layers.items()
+                if isinstance(layer, CompressedLayer)
+            ]
+            write_layers(Path(folder), self.header, self.provenance, layers, overwrite=overwrite)
+            return
         gammas = {index: layer.gamma for index, layer in self.layers.items()}
         _write(Path(folder), [self], self.provenance, gammas, overwrite=overwrite)
 
@@ -136,6 +168,8 @@ class RoutingMemory:
         Streamed to `folder` and opened from there; without one, to a temporary folder that lives
         as long as the memory.
         """
+        for memory in (self, *others):
+            memory.full_layers()
         for other in others:
             _check_mergeable(self, other)
         memories = [self, *others]
@@ -156,15 +190,12 @@ def _write(
 ) -> None:
     """The cases of `memories`, one after the other, as one memory in `folder`."""
     storage.refuse_existing(folder, overwrite=overwrite)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    scratch.chmod(0o755)
     shapes = {index: layer.shape for index, layer in memories[0].layers.items()}
-    try:
+    with scratch_beside(folder) as scratch:
         writer = MemoryWriter(scratch, provenance, shapes)
         row = 0
         for memory in memories:
-            for index, layer in memory.layers.items():
+            for index, layer in memory.full_layers().items():
                 for start in range(0, len(memory), _ROWS):
                     part = slice(start, start + _ROWS)
                     span = storage.Span(row + start, 0, len(layer.keys[part]))
@@ -172,9 +203,12 @@ def _write(
                     writer.write(index, "values", layer.values[part].cpu(), [span])
             row += len(memory)
         writer.finish(memories[0].header, folder, gammas=gammas, overwrite=overwrite)
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
+
+
+def _read_layer(entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Layer:
+    if "index" in entry:
+        return CompressedLayer.read(entry, tensors)
+    return LayerMemory(gamma=entry["gamma"], **tensors)
 
 
 def _check_mergeable(first: RoutingMemory, other: RoutingMemory) -> None:

@@ -1,19 +1,28 @@
 """One layer's memory at work: search, similarity, proposal, confidence, mixing (§4.2).
 
-Tensors in, tensors out, static shapes: runs eagerly, under torch.compile and in CUDA graphs.
+Tensors in, tensors out, static shapes: runs eagerly, under torch.compile and in CUDA graphs. On a
+GPU the `fast` index brings kernels that do all of it (index/fused.py).
 """
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 from torch import Tensor, nn
 
+from knn_moe.compressed import CompressedLayer
 from knn_moe.config import RoutingConfig
+from knn_moe.errors import ConfigError
 from knn_moe.gamma import estimate_gamma
-from knn_moe.index import ExactIndex, KeyIndex
-from knn_moe.memory import LayerMemory, RoutingMemory
+from knn_moe.index import FastIndex, IndexConfig, KeyIndex, build_index, load_index
+from knn_moe.index.fused import MOST_RANKED, Fused, Settings, usable
+from knn_moe.index.values import PackedValues
+from knn_moe.memory import Layer, RoutingMemory
 from knn_moe.mixing import confidence, mix_logits, propose_logits
 from knn_moe.similarity import SIMILARITIES
+
+UNITS: Final = 2**32  # confidences are summed as whole numbers of 1 / UNITS
 
 
 class LayerRecall(nn.Module):
@@ -23,39 +32,116 @@ class LayerRecall(nn.Module):
     of the model.
     """
 
-    values: Tensor
     gamma: Tensor
 
     def __init__(
-        self, layer: LayerMemory, gamma: float, config: RoutingConfig, device: torch.device
+        self,
+        layer: Layer,
+        gamma: float,
+        config: RoutingConfig,
+        device: torch.device,
+        *,
+        count_top: int = 0,
     ) -> None:
+        """`count_top`: count changes among as many top logits, where kernels can."""
         super().__init__()
         self.similarity = SIMILARITIES[config.similarity]
-        self.k = min(config.k, len(layer.keys))
-        self.dtype = layer.keys.dtype
-        self.index: KeyIndex = ExactIndex(self.similarity.prepare(layer.keys).to(device))
-        self.register_buffer("values", layer.values.to(device), persistent=False)
+        self.k = min(config.k, len(layer))
+        self.dtype = layer.shape.dtype
+        self.index, values = open_layer(layer, config, device)
         self.register_buffer("gamma", torch.tensor(gamma, device=device), persistent=False)
+        nothing = torch.zeros(4, dtype=torch.int64, device=device)
+        self.register_buffer("uncounted", nothing, persistent=False)
+        self.value_names = list(named_values(values))
+        for name, tensor in named_values(values).items():
+            self.register_buffer(name, tensor, persistent=False)
+        self.fused: Fused | None = None
+        if isinstance(self.index, FastIndex) and isinstance(values, PackedValues):
+            self._fuse(self.index, values, count_top)
 
-    def forward(self, inputs: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Mixed logits and confidence. Shapes: inputs [T, d]; logits [T, N] → [T, N], [T]."""
-        squared_distance, rows = self.nearest(inputs)
+    def _fuse(self, index: FastIndex, values: PackedValues, count_top: int) -> None:
+        if not usable(self.gamma.device, self.k):
+            return
+        cosine = 0 if self.similarity.uses_gamma else 1
+        top = count_top if len(values.centre) <= MOST_RANKED else 0
+        fused = Fused(index, values, self.gamma, Settings(self.k, index.probes, cosine, top))
+        index.finder = fused.search
+        if index.keys is None:
+            self.fused = fused
+
+    def forward(
+        self,
+        inputs: Tensor,
+        logits: Tensor,
+        counts: Tensor | None = None,
+        real: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Mixed logits and confidence. Kernels, where there are any, add the call to `counts`.
+
+        Shapes: inputs [T, d]; logits [T, N]; counts [4], see hooks.Counts; real [T] bool, None:
+        all are → [T, N] in the logits' dtype, [T] fp32.
+        """
+        if self.fused is not None:
+            counted = self.uncounted if counts is None else counts
+            mixed, weight = self.fused(self._queries(inputs), logits, counted, real)
+            return mixed, weight
+        squared_distance, places = self.index.search(self._queries(inputs), self.k)
         log_similarity = self.log_similarity(squared_distance)
-        proposal = propose_logits(self.values[rows], log_similarity)
+        proposal = propose_logits(self._values(places), log_similarity)
         weight = confidence(log_similarity)
-        return mix_logits(logits.float(), proposal, weight), weight
+        return mix_logits(logits.float(), proposal, weight).to(logits.dtype), weight
+
+    @property
+    def counts(self) -> bool:
+        """Whether `forward` counts calls, tokens and confidence itself."""
+        return self.fused is not None
+
+    @property
+    def counts_changes(self) -> bool:
+        """Whether it also counts the tokens whose experts changed."""
+        return self.fused is not None and self.fused.settings.top > 0
 
     def nearest(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """The K nearest cases, nearest first: d² of prepared vectors, and rows of the memory.
 
         Shapes: inputs [T, d] → [T, K] fp32, [T, K] int64.
         """
-        queries = self.similarity.prepare(inputs.to(self.dtype))
-        return self.index.search(queries, self.k)
+        squared_distance, places = self.index.search(self._queries(inputs), self.k)
+        return squared_distance, rows_of(self.index, places)
 
     def log_similarity(self, squared_distance: Tensor) -> Tensor:
         """log s of each neighbour. Shapes: [T, K] → [T, K], at most 0."""
         return self.similarity.log(squared_distance, self.gamma)
+
+    def _queries(self, inputs: Tensor) -> Tensor:
+        return self.similarity.prepare(inputs.to(self.dtype))
+
+    def _values(self, places: Tensor) -> Tensor:
+        tensors = [self.get_buffer(name) for name in self.value_names]
+        return tensors[0][places] if len(tensors) == 1 else PackedValues(*tensors).at(places)
+
+
+def open_layer(
+    layer: Layer, config: RoutingConfig, device: torch.device
+) -> tuple[KeyIndex, Tensor | PackedValues]:
+    """The index of a layer and its values, in the index's order, on `device`."""
+    if isinstance(layer, CompressedLayer):
+        index = load_index(layer.part("index"), _index_of(layer, config), device)
+        kept = {name: tensor.to(device) for name, tensor in layer.part("values").items()}
+        return index, kept["values"] if "values" in kept else PackedValues(**kept)
+    settings = config.index or IndexConfig()
+    keys = SIMILARITIES[config.similarity].prepare(layer.keys)
+    index = build_index(keys, settings, device)
+    values = layer.values.to(device)
+    if settings.kind != "fast":
+        return index, values
+    rows = rows_of(index, torch.arange(len(values), device=device))
+    return index, PackedValues.of(values[rows], settings.value_bits)
+
+
+def rows_of(index: KeyIndex, places: Tensor) -> Tensor:
+    """Rows of the memory. Shapes: places [...] → [...] int64."""
+    return index.rows[places].long() if isinstance(index, FastIndex) else places
 
 
 def layer_gamma(
@@ -68,10 +154,34 @@ def layer_gamma(
         return 1.0
     if config.gamma is not None:
         gamma = config.gamma
-    elif config.similarity == "rbf":
+    elif config.similarity == "rbf" or isinstance(layer, CompressedLayer):
         gamma = layer.gamma
     else:
         keys = similarity.prepare(layer.keys)
         example, case = memory.provenance.example, memory.provenance.prefix_hash()
         gamma = estimate_gamma(keys, example, case, device)
     return min(gamma * config.gamma_scale, torch.finfo(torch.float32).max)
+
+
+def _index_of(layer: CompressedLayer, config: RoutingConfig) -> IndexConfig:
+    """The compressed layer's own index, with the probes asked for; refuses what it is not."""
+    asked, own = config.index, layer.index
+    prepared = SIMILARITIES[layer.similarity].prepare
+    if SIMILARITIES[config.similarity].prepare is not prepared:
+        raise ConfigError(
+            f"This memory was compressed for {layer.similarity!r} similarity and cannot serve "
+            f"{config.similarity!r}. Compress the full memory again, for that."
+        )
+    if asked is None:
+        return own
+    if asked.kind != own.kind or (asked.rerank and not own.rerank):
+        wanted = f"{asked.kind}{' with its keys, to rank again' if asked.rerank else ''}"
+        raise ConfigError(
+            f"This memory was compressed as {own.kind!r}, and {wanted!r} was asked for. "
+            f"Leave the index out, or compress the full memory again."
+        )
+    return asked
+
+
+def named_values(values: Tensor | PackedValues) -> dict[str, Tensor]:
+    return values._asdict() if isinstance(values, PackedValues) else {"values": values}

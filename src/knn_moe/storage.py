@@ -2,7 +2,7 @@
 
     memory_config.json        what it is, whose it is, a checksum of every file and of itself
     tokens.safetensors        the reference tokens and each key's place in them (provenance.py)
-    layer-003.safetensors     keys [M, d], values [M, N]
+    layer-003.safetensors     keys [M, d], values [M, N]; or what they were compressed to
     README.md                 the model card
 
 Knows bytes, checksums and safetensors headers; nothing of models or routing.
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from knn_moe.errors import MemoryFormatError
 
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
 CONFIG_FILE: Final = "memory_config.json"
 TOKENS_FILE: Final = "tokens.safetensors"
 _CHUNK: Final = 1 << 24
@@ -37,6 +37,8 @@ _DTYPES: Final = {
     torch.float16: "F16",
     torch.int64: "I64",
     torch.int32: "I32",
+    torch.int8: "I8",
+    torch.uint8: "U8",
 }
 
 
@@ -60,7 +62,7 @@ class TensorPlan:
 
     @property
     def bytes(self) -> int:
-        return self.shape[0] * self.row_bytes
+        return (self.shape[0] if self.shape else 1) * self.row_bytes
 
 
 class Span(NamedTuple):
@@ -117,11 +119,18 @@ class StreamedFile:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """A whole safetensors file, chunk by chunk: mapped tensors are not read into memory."""
+    """A whole safetensors file, chunk by chunk: mapped tensors are not read into memory.
+
+    Wide numbers come first, so that each tensor is aligned to its own; then by name, so that a
+    copy is the same file.
+    """
+    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    tensors = {name: tensors[name] for name in order}
     plans = {name: TensorPlan(value.dtype, tuple(value.shape)) for name, value in tensors.items()}
     file = StreamedFile(path, plans, fresh=True)
     try:
-        for name, value in tensors.items():
+        for name, tensor in tensors.items():
+            value = tensor if tensor.ndim else tensor.reshape(1)
             step = max(_CHUNK // max(plans[name].row_bytes, 1), 1)
             for start in range(0, len(value), step):
                 rows = value[start : start + step].cpu()

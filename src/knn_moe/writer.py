@@ -6,8 +6,11 @@ each row goes to its place in a file of known size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,17 +90,7 @@ class MemoryWriter:
                 {"layer": index, "gamma": found[index], **entry}
                 for index, entry in zip(layers, described, strict=True)
             ]
-        config: dict[str, Any] = {
-            **header.to_dict(),
-            "keys": len(self.provenance),
-            "examples": self.provenance.num_examples,
-            "bytes": sum(entry["bytes"] for entry in entries),
-            "tokens": storage.describe_file(self.partial / storage.TOKENS_FILE),
-            "layers": entries,
-        }
-        (self.partial / "README.md").write_text(model_card(config), encoding="utf8")
-        storage.write_config(self.partial, config)
-        storage.publish(self.partial, folder, overwrite=overwrite)
+        seal(self.partial, header, self.provenance, entries, folder, overwrite=overwrite)
 
     def _gammas(self, layers: list[int], device: torch.device | None) -> dict[int, float]:
         example, case = self.provenance.example, self.provenance.prefix_hash()
@@ -110,3 +103,59 @@ class MemoryWriter:
         workers = 8 if device is not None and device.type == "cuda" else 1
         with ThreadPoolExecutor(max_workers=workers) as pool:
             return dict(zip(layers, pool.map(gamma, layers), strict=True))
+
+
+def seal(
+    partial: Path,
+    header: MemoryHeader,
+    provenance: Provenance,
+    layers: Sequence[Mapping[str, Any]],
+    folder: Path,
+    *,
+    overwrite: bool,
+) -> None:
+    """Write config and card beside the files of `partial`, and rename it to `folder`."""
+    config: dict[str, Any] = {
+        **header.to_dict(),
+        "keys": len(provenance),
+        "examples": provenance.num_examples,
+        "bytes": sum(entry["bytes"] for entry in layers),
+        "tokens": storage.describe_file(partial / storage.TOKENS_FILE),
+        "layers": list(layers),
+    }
+    (partial / "README.md").write_text(model_card(config), encoding="utf8")
+    storage.write_config(partial, config)
+    storage.publish(partial, folder, overwrite=overwrite)
+
+
+@contextmanager
+def scratch_beside(folder: Path) -> Iterator[Path]:
+    """A hidden folder beside `folder`, to be sealed; gone if anything fails."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    scratch.chmod(0o755)
+    try:
+        yield scratch
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+
+
+def write_layers(
+    folder: Path,
+    header: MemoryHeader,
+    provenance: Provenance,
+    layers: Iterable[tuple[int, Mapping[str, Any], Mapping[str, Tensor]]],
+    *,
+    overwrite: bool,
+) -> None:
+    """A memory of layers that come whole, one at a time: number, config entry, tensors."""
+    storage.refuse_existing(folder, overwrite=overwrite)
+    with scratch_beside(folder) as scratch:
+        storage.write_tensors(scratch / storage.TOKENS_FILE, vars(provenance))
+        entries = []
+        for index, entry, tensors in layers:
+            path = scratch / storage.layer_file(index)
+            storage.write_tensors(path, tensors)
+            entries.append({"layer": index, **entry, **storage.describe_file(path)})
+        seal(scratch, header, provenance, entries, folder, overwrite=overwrite)

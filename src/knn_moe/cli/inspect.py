@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -30,15 +31,56 @@ def command(memory: str, as_json: bool) -> None:
     if as_json:
         numbers = {"cases": len(opened), "examples": opened.provenance.num_examples}
         facts = {**opened.header.to_dict(), **numbers, "bytes": opened.nbytes}
-        print_json({**facts, "layers": _layers(opened)})
+        print_json({**facts, "layers": layer_facts(opened)})
         return
     print_table(memory, ("", ""), list(_facts(opened).items()))
-    columns = ("layer", "cases", "hidden", "experts", "keys", "γ", "typical distance")
-    rows = [
-        (*list(layer.values())[:-1], f"{layer['gamma']:.4g}", f"{layer['gamma'] ** -0.5:.4g}")
-        for layer in _layers(opened)
+    show_layers(opened)
+
+
+def show_layers(memory: RoutingMemory) -> None:
+    """One row a layer; of a compressed one also what an index made of its keys, and how well."""
+    columns = [
+        "layer",
+        "cases",
+        "hidden",
+        "experts",
+        "keys",
+        "γ",
+        "typical distance",
+        "bytes a key",
     ]
-    print_table("layers", columns, rows)
+    if memory.compressed:
+        columns += ["recall", "λ error"]
+    rows = []
+    for layer in layer_facts(memory):
+        row = [layer["layer"], layer["cases"], layer["hidden_size"], layer["num_experts"]]
+        row += [layer.get("index", {}).get("kind", layer["dtype"]), f"{layer['gamma']:.4g}"]
+        row += [f"{layer['gamma'] ** -0.5:.4g}", f"{layer['bytes_per_case']:.1f}"]
+        if "quality" in layer:
+            quality = layer["quality"]
+            row += [f"{quality['recall']:.3f}", f"{quality['confidence_error']:.4f}"]
+        rows.append(tuple(row))
+    print_table("layers", tuple(columns), rows)
+
+
+def layer_facts(memory: RoutingMemory) -> list[dict[str, Any]]:
+    from knn_moe.compressed import CompressedLayer
+
+    facts = []
+    for index, layer in memory.layers.items():
+        fact: dict[str, Any] = {
+            "layer": index,
+            "cases": len(layer),
+            "hidden_size": layer.shape.hidden_size,
+            "num_experts": layer.shape.num_experts,
+            "dtype": str(layer.shape.dtype).removeprefix("torch."),
+            "gamma": layer.gamma,
+            "bytes_per_case": layer.nbytes / max(len(layer), 1),
+        }
+        if isinstance(layer, CompressedLayer):
+            fact |= {"index": layer.index.to_dict(), "quality": asdict(layer.quality)}
+        facts.append(fact)
+    return facts
 
 
 def _facts(memory: RoutingMemory) -> dict[str, str]:
@@ -56,19 +98,14 @@ def _facts(memory: RoutingMemory) -> dict[str, str]:
     }
 
 
-def _layers(memory: RoutingMemory) -> list[dict[str, Any]]:
-    return [
-        {
-            "layer": index,
-            "cases": len(layer.keys),
-            "hidden_size": layer.shape.hidden_size,
-            "num_experts": layer.shape.num_experts,
-            "dtype": str(layer.keys.dtype).removeprefix("torch."),
-            "gamma": layer.gamma,
-        }
-        for index, layer in memory.layers.items()
-    ]
-
-
 def _settings(values: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
+    flat = {
+        **{name: value for name, value in values.items() if not isinstance(value, dict)},
+        **{
+            f"{outer} {name}": value
+            for outer, inner in values.items()
+            if isinstance(inner, dict)
+            for name, value in inner.items()
+        },
+    }
+    return ", ".join(f"{name} {value}" for name, value in flat.items() if value is not None)

@@ -19,6 +19,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "build": "Build a memory from a reference set.",
     "inspect": "Show what a memory holds and whose it is.",
     "generate": "Generate text with and without a memory.",
+    "compress": "Make a memory small, and quick to search.",
     "merge": "Make one memory of several.",
     "demo": "See the method work on a small model that comes with the package.",
     "bench": "Measure speed against a named baseline.",
