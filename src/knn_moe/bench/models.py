@@ -79,12 +79,15 @@ SHAPES: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
 }
 
 
-def random_model(shape: str, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """The shape's architecture with random weights, made where it will run."""
+def random_model(
+    shape: str, device: torch.device, dtype: torch.dtype, *, layers: int | None = None
+) -> nn.Module:
+    """The shape's architecture with random weights, made where it will run; `layers`: its first."""
     if shape not in SHAPES:
         raise ConfigError(f"Unknown shape {shape!r}. Available: {', '.join(SHAPES)}.")
     name, fields = SHAPES[shape]
-    config = getattr(transformers, f"{name}Config")(**fields, **_SPECIAL)
+    depth = {} if layers is None else {"num_hidden_layers": layers}
+    config = getattr(transformers, f"{name}Config")(**{**fields, **_SPECIAL, **depth})
     build: Callable[[Any], nn.Module] = getattr(transformers, f"{name}ForCausalLM")
     before = torch.get_default_dtype()
     torch.manual_seed(0)

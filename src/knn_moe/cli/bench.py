@@ -3,14 +3,32 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from knn_moe.cli.common import device_option, json_option, log, pick_device, print_json, print_table
 
 if TYPE_CHECKING:
+    import torch
+
     from knn_moe.bench.build import BuildBench, BuildMeasure
+    from knn_moe.bench.search import SearchBench, SearchMeasure
+    from knn_moe.bench.steps import StepBench, StepMeasure
+    from knn_moe.index import IndexConfig
+
+_LAYER_INDEXES: Final = (
+    "exact", "faiss-flat", "ivfpq", "ivfpq,rerank", "fast", "fast,dims=64,rerank",
+)  # fmt: skip
+_MODEL_INDEXES: Final = ("exact", "fast", "ivfpq")
+_LAYER_ONLY: Final = ("width", "grow")  # options that mean nothing with --shape
+_MODEL_ONLY: Final = ("layers", "prefill", "no_compile")  # and without
+
+dtype_option = click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16"]),
+    help="Default: bfloat16 on a GPU, float32 on a CPU.",
+)
 
 
 @click.group(name="bench")
@@ -20,6 +38,8 @@ def command() -> None:
     \b
     knn-moe bench build
     knn-moe bench build --shape olmoe-1b-7b --length 200 --grow 0
+    knn-moe bench retrieval
+    knn-moe bench retrieval --shape olmoe-1b-7b --plot retrieval.svg
     """
 
 
@@ -37,11 +57,7 @@ def command() -> None:
     show_default=True,
     help="More sequences, end to end; 0 for none.",
 )
-@click.option(
-    "--dtype",
-    type=click.Choice(["float32", "bfloat16"]),
-    help="Default: bfloat16 on a GPU, float32 on a CPU.",
-)
+@dtype_option
 @click.option(
     "--folder",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
@@ -66,15 +82,13 @@ def build(
 
     Weights are random: the shapes are published models', their quality is not.
     """
-    import torch
-
     from knn_moe.bench.build import BuildBench, measure_build
     from knn_moe.config import BuildConfig
 
     place = pick_device(device)
     bench = BuildBench(
         device=place,
-        dtype=getattr(torch, dtype or ("bfloat16" if place.type == "cuda" else "float32")),
+        dtype=_dtype(dtype, place),
         config=BuildConfig(batch_tokens=batch_tokens),
         **options,
     )
@@ -84,10 +98,10 @@ def build(
     if as_json:
         print_json([result.to_dict() for result in results])
     else:
-        _show(bench, results)
+        _show_build(bench, results)
 
 
-def _show(bench: BuildBench, results: list[BuildMeasure]) -> None:
+def _show_build(bench: BuildBench, results: list[BuildMeasure]) -> None:
     baseline = results[0].tokens_per_second
     title = f"{bench.shape}, S = 1, sequences of {bench.length} tokens, on {bench.device}"
     columns = ("way", "sequences", "seconds", "tokens/s", "× plain", "peak GB", "disk GB")
@@ -108,3 +122,261 @@ def _show(bench: BuildBench, results: list[BuildMeasure]) -> None:
         if result.stages:
             parts = ", ".join(f"{stage} {spent:.2f} s" for stage, spent in result.stages.items())
             click.echo(f"{result.sequences:,} sequences end to end: {parts}")
+
+
+@command.command()
+@click.option("--shape", help="A running model of this shape, such as olmoe-1b-7b.")
+@click.option("--layers", type=int, help="Only the first so many, with --shape.")
+@click.option(
+    "--keys", type=click.IntRange(min=1), help="A layer. Default: 100,000; with --shape 200,000."
+)
+@click.option("-k", type=click.IntRange(min=1), default=1, show_default=True, help="Neighbours.")
+@click.option(
+    "--index",
+    "specs",
+    multiple=True,
+    metavar="SPEC",
+    help="Such as fast,dims=128,value_bits=4 or ivfpq,rerank,probes=64. May be repeated.",
+)
+@click.option(
+    "--batch",
+    "batches",
+    type=click.IntRange(min=1),
+    multiple=True,
+    default=(1, 64),
+    show_default=True,
+    help="Queries, or sequences, at a time. May be repeated.",
+)
+@click.option(
+    "--prefill",
+    type=click.IntRange(min=1),
+    default=8192,
+    show_default=True,
+    help="Tokens, with --shape.",
+)
+@click.option("--no-compile", is_flag=True, help="No compiled steps, with --shape.")
+@click.option(
+    "--width",
+    type=click.IntRange(min=1),
+    default=512,
+    show_default=True,
+    help="Of a key, without --shape.",
+)
+@click.option(
+    "--grow",
+    type=click.IntRange(min=1),
+    multiple=True,
+    help="More sizes than --keys, without --shape. May be repeated.",
+)
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="An .svg or .png.")
+@dtype_option
+@device_option
+@json_option
+def retrieval(shape: str | None, plot: Path | None, as_json: bool, **options: Any) -> None:
+    """What recalling costs, by index: one layer alone, or a running model.
+
+    \b
+    knn-moe bench retrieval
+    knn-moe bench retrieval --grow 25000 --grow 400000 --plot growth.svg
+    knn-moe bench retrieval --index fast --index fast,dims=128,value_bits=4
+    knn-moe bench retrieval --shape olmoe-1b-7b
+    knn-moe bench retrieval --shape small --layers 2 --keys 5000 --no-compile
+
+    A layer is compared with the exact search, and with the least time in which this machine could
+    read and multiply what the index must; a model with itself, without a memory. Weights are
+    random: the shapes are published models', their quality is not.
+    """
+    from knn_moe.bench.plot import check_plot, plot_search, plot_steps
+    from knn_moe.bench.search import measure_search
+    from knn_moe.bench.steps import measure_steps
+
+    _refuse_idle_options(shape)
+    if plot is not None:
+        check_plot(plot)
+    bench: Any = _search_bench(**options) if shape is None else _step_bench(shape, **options)
+    layer: tuple[Any, ...] = (measure_search, _show_search, plot_search)
+    measure, show, draw = layer if shape is None else (measure_steps, _show_steps, plot_steps)
+    rows: list[Any] = []
+    try:
+        with log.status("") as status:
+            for row in measure(bench, lambda step: status.update(step)):
+                rows.append(row)
+    finally:  # what was measured is shown, whatever came after it
+        if rows:
+            if as_json:
+                _retrieval_json(bench, rows)
+            else:
+                show(bench, rows)
+            if plot is not None:
+                draw(rows, plot)
+
+
+def _refuse_idle_options(shape: str | None) -> None:
+    """An option that would do nothing is a misunderstanding."""
+    from click.core import ParameterSource
+
+    source = click.get_current_context().get_parameter_source
+    idle, way = (_MODEL_ONLY, "with") if shape is None else (_LAYER_ONLY, "without")
+    for name in idle:
+        if source(name) is not ParameterSource.DEFAULT:
+            raise click.UsageError(f"--{name.replace('_', '-')} is of use only {way} --shape.")
+
+
+def _search_bench(
+    *, keys: int | None, specs: tuple[str, ...], grow: tuple[int, ...], **options: Any
+) -> SearchBench:
+    from knn_moe.bench.search import SearchBench
+
+    return SearchBench(
+        width=options["width"],
+        sizes=tuple(sorted({keys or 100_000, *grow})),
+        indexes=_indexes(specs, _LAYER_INDEXES),
+        **_common(**options),
+    )
+
+
+def _step_bench(
+    shape: str, *, keys: int | None, specs: tuple[str, ...], no_compile: bool, **options: Any
+) -> StepBench:
+    from knn_moe.bench.steps import StepBench
+
+    common = _common(**options)
+    compiled = not no_compile and common["device"].type == "cuda"
+    bench = StepBench(
+        shape=shape,
+        layers=options["layers"],
+        keys=keys or 200_000,
+        prefill=options["prefill"],
+        compiled=compiled,
+        indexes=_indexes(specs, _MODEL_INDEXES),
+        **common,
+    )
+    if not compiled and not no_compile:
+        _note("No compiled steps: they are measured as CUDA graphs, which need a GPU.")
+    return bench
+
+
+def _common(
+    *, k: int, batches: tuple[int, ...], dtype: str | None, device: str | None, **_: Any
+) -> dict[str, Any]:
+    place = pick_device(device)
+    kept = tuple(dict.fromkeys(batches))
+    return {"k": k, "batches": kept, "device": place, "dtype": _dtype(dtype, place)}
+
+
+def _dtype(name: str | None, device: torch.device) -> torch.dtype:
+    import torch
+
+    usual = "bfloat16" if device.type == "cuda" else "float32"
+    dtype: torch.dtype = getattr(torch, name or usual)
+    return dtype
+
+
+def _indexes(specs: tuple[str, ...], usual: tuple[str, ...]) -> tuple[IndexConfig, ...]:
+    """Those asked for, refused where a part is missing; else the usual ones that work here."""
+    from knn_moe.bench.search import describe, parse_index, why_missing
+    from knn_moe.errors import MissingDependencyError
+
+    indexes = tuple(dict.fromkeys(parse_index(spec) for spec in specs or usual))
+    kinds = dict.fromkeys(index.kind for index in indexes)
+    reasons = {kind: why for kind in kinds if (why := why_missing(kind)) is not None}
+    if not reasons:
+        return indexes
+    reason = next(iter(reasons.values()))
+    if specs:
+        raise MissingDependencyError(reason)
+    names = [describe(index) for index in indexes if index.kind in reasons]
+    _note(f"Left out: {'; '.join(names)}. {reason}")
+    return tuple(index for index in indexes if index.kind not in reasons)
+
+
+def _note(text: str) -> None:
+    log.print(text, soft_wrap=True)
+
+
+def _show_search(bench: SearchBench, rows: list[SearchMeasure]) -> None:
+    from knn_moe.bench.floor import machine_name
+
+    title = (
+        f"one layer, {bench.width} wide, {str(bench.dtype).removeprefix('torch.')}, "
+        f"K = {bench.k}, on {machine_name(bench.device)}"
+    )
+    columns = (
+        "index", "keys", "batch", "µs", "×\nexact", "recall\n@1", "bytes\na key", "build\ns",
+        "floor\nµs", "×\nfloor", "bound\nby",
+    )  # fmt: skip
+    cells = [
+        (
+            row.index,
+            f"{row.keys:,}",
+            row.batch,
+            _short(row.microseconds),
+            _short(row.times_exact),
+            f"{row.recall:.3f}",
+            f"{row.bytes_per_key:,.0f}",
+            f"{row.build_seconds:.1f}",
+            _short(row.floor_microseconds),
+            _short(row.times_floor),
+            row.bound,
+        )
+        for row in rows
+    ]
+    print_table(title, columns, cells)
+    rates = rows[0].rates
+    click.echo(
+        f"× exact: times as quick. Floor: the fewest bytes at {rates.bytes_per_second / 1e9:,.1f} "
+        f"GB/s (a large copy), or the sums at {rates.operations_per_second / 1e12:,.3g} TFLOP/s (a "
+        f"large product); × floor: times as slow."
+    )
+
+
+def _short(number: float) -> str:
+    """Three digits at the least."""
+    return f"{number:,.{2 if number < 10 else 1 if number < 100 else 0}f}"
+
+
+def _show_steps(bench: StepBench, rows: list[StepMeasure]) -> None:
+    from knn_moe.bench.floor import machine_name
+    from knn_moe.bench.steps import ALONE
+
+    title = (
+        f"{bench.shape}, {bench.layers or bench.depth} layers, {bench.keys:,} keys a layer, "
+        f"{str(bench.dtype).removeprefix('torch.')}, K = {bench.k}, on {machine_name(bench.device)}"
+    )
+    steps = list(dict.fromkeys(row.what for row in rows))
+    cells = [
+        (
+            row.what,
+            row.index,
+            f"{row.milliseconds:,.2f}",
+            _over(None if row.index == ALONE else row.times_alone),
+            "-" if row.gigabytes is None else f"{row.gigabytes:,.2f}",
+            _over(None if row.index == ALONE else row.memory_times_alone),
+        )
+        for row in sorted(rows, key=lambda row: steps.index(row.what))
+    ]
+    print_table(title, ("step", "index", "ms", "over the model alone", "GB", "over"), cells)
+
+
+def _over(ratio: float | None) -> str:
+    """What a ratio adds, in percent."""
+    return "-" if ratio is None else f"{100 * (ratio - 1):+.1f} %"
+
+
+def _retrieval_json(bench: Any, rows: list[Any]) -> None:
+    from dataclasses import asdict
+
+    from knn_moe.bench.floor import machine_name
+    from knn_moe.bench.search import describe
+    from knn_moe.header import library_versions
+
+    settings = asdict(bench) | {"device": str(bench.device), "dtype": str(bench.dtype)}
+    settings["indexes"] = [describe(index) for index in bench.indexes]
+    print_json(
+        {
+            "machine": machine_name(bench.device),
+            "versions": library_versions(),
+            "settings": settings,
+            "rows": [row.to_dict() for row in rows],
+        }
+    )
