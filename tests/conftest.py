@@ -67,6 +67,15 @@ def prompt(tokenizer: Callable[..., dict[str, list[int]]]) -> torch.Tensor:
     return encode(tokenizer, make_texts(1, seed=5, shortest=9, longest=9)[0])
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Small indexes gain nothing by a second thread, and on a busy machine wait long for it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def compiled_state() -> Iterator[None]:
     torch.compiler.reset()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import importlib
 import pkgutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,11 +17,14 @@ ROOT = Path(knn_moe.__file__).parent
 
 # Each room may import only from rooms above it.
 ORDER = """
-    errors similarity mixing provenance index.protocol index.exact index config gamma
-    reference routers experts intercept dense embedded identity header card storage writer memory
-    optimise batches drain workspace build recall hooks handle
+    errors similarity mixing provenance
+    index.settings index.protocol index.exact index.packing index.partition index.grid index.scan
+    index.values index.fast index.faiss index.kernels index.fused index config gamma
+    reference routers experts intercept dense embedded identity header card storage writer
+    compressed memory optimise batches drain workspace build recall compression hooks handle
     stats likelihood usage controls trace
-    bench.models bench.build bench demo.result report demo cli.common cli
+    bench.models bench.build bench.keys bench.floor bench.search bench.steps bench.plot bench
+    demo.result report demo cli.common cli
 """.split()  # noqa: SIM905
 
 
@@ -42,6 +47,20 @@ def imported(path: Path) -> set[str]:
     return {name for name in found if name}
 
 
+def importers(library: str) -> list[str]:
+    """The files of ours that import `library`, anywhere in them."""
+    found = []
+    for path in sorted(ROOT.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module or ""]
+            if any(name.split(".")[0] == library for name in names):
+                found.append(path.relative_to(ROOT).as_posix())
+                break
+    return found
+
+
 def _file(module: str) -> str:
     return module.removeprefix("knn_moe.").replace(".", "/") + ".py"
 
@@ -62,6 +81,20 @@ def test_imports_point_one_way() -> None:
     assert wrong == []
 
 
+def test_one_file_imports_faiss_and_one_triton() -> None:
+    assert importers("faiss") == ["index/faiss.py"]
+    assert importers("triton") == ["index/kernels.py"]
+
+
+def test_the_public_names_need_neither_faiss_nor_triton_nor_matplotlib() -> None:
+    check = (
+        "import sys; sys.modules |= dict.fromkeys(['faiss', 'triton', 'matplotlib'])\n"
+        "import knn_moe\n"
+        "[getattr(knn_moe, name) for name in knn_moe.__all__]"
+    )
+    subprocess.run([sys.executable, "-c", check], check=True)
+
+
 def test_mathematics_imports_nothing_of_ours() -> None:
     assert imported(ROOT / "similarity.py") == set()
     assert imported(ROOT / "mixing.py") == set()
@@ -71,10 +104,12 @@ def test_public_names_are_those_meant() -> None:
     assert knn_moe.__all__ == [
         "BuildConfig",
         "Example",
+        "IndexConfig",
         "RoutingConfig",
         "RoutingMemory",
         "attach",
         "build_memory",
+        "compress",
         "find_routers",
         "load_examples",
     ]

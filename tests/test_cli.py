@@ -45,6 +45,13 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def compressed(memory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("memories") / "compressed"
+    assert knn_moe("compress", memory, "-o", folder).exit_code == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
 def memory(model: Path, reference: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("memories") / "memory"
     result = knn_moe("build", model, reference, "-o", folder, "--learning-rate", 5)
@@ -109,6 +116,102 @@ def test_generate(model: Path, memory: Path) -> None:
 def test_merge(memory: Path, tmp_path: Path) -> None:
     result = knn_moe("merge", memory, memory, "-o", tmp_path / "both", "--json")
     assert json.loads(result.stdout)["cases"] == 2 * len(RoutingMemory.from_pretrained(memory))
+
+
+def test_compress(memory: Path, tmp_path: Path) -> None:
+    result = knn_moe("compress", memory, "-o", tmp_path / "fast")
+    assert result.exit_code == 0, result.output
+    for words in ("layer", "fast", "bytes a key", "recall", "λ error"):
+        assert words in result.stdout
+    assert "times smaller" in result.stderr
+    made = RoutingMemory.from_pretrained(tmp_path / "fast")
+    assert (made.routing.index.kind, made.routing.similarity) == ("fast", "rbf")
+    assert [path.name for path in tmp_path.iterdir()] == ["fast"]
+
+
+def test_compress_with_every_option(memory: Path, tmp_path: Path) -> None:
+    options = ("--bits", 8, "--value-bits", 4, "--probes", 3, "--dims", 128, "--rerank")
+    result = knn_moe(
+        *("compress", memory, "-o", tmp_path / "m", "--similarity", "cosine", *options, "--json")
+    )
+    facts = json.loads(result.stdout)
+    made = RoutingMemory.from_pretrained(tmp_path / "m")
+    assert facts["bytes"] == made.nbytes
+    assert facts["times_smaller"] == RoutingMemory.from_pretrained(memory).nbytes / made.nbytes
+    assert [layer["layer"] for layer in facts["layers"]] == [0, 1]
+    index = {"kind": "fast", "probes": 3, "dims": 128, "bits": 8, "value_bits": 4, "rerank": True}
+    assert facts["layers"][1]["index"] == made.routing.index.to_dict() == index
+    assert made.routing.similarity == "cosine"
+
+
+@pytest.mark.parametrize("kind", ["ivfpq", "faiss-flat"])
+def test_compress_with_faiss(kind: str, model: Path, memory: Path, tmp_path: Path) -> None:
+    made = knn_moe("compress", memory, "-o", tmp_path / "m", "--index", kind, "--json")
+    assert {layer["index"]["kind"] for layer in json.loads(made.stdout)["layers"]} == {kind}
+    options = ("--memory", tmp_path / "m", "--max-new-tokens", 2, "--json")
+    answer = json.loads(knn_moe("generate", model, TEXTS[0], *options).stdout)
+    assert len(answer["text"].split()) == 2
+
+
+def test_inspect_a_compressed_memory(compressed: Path) -> None:
+    facts = json.loads(knn_moe("inspect", compressed, "--json").stdout)
+    made = RoutingMemory.from_pretrained(compressed)
+    assert facts["bytes"] == made.nbytes
+    assert facts["routing"]["index"]["kind"] == "fast"
+    for number, layer in enumerate(facts["layers"]):
+        known = made.layers[number]
+        assert layer["bytes_per_case"] == known.bytes_per_case == known.nbytes / len(made)
+        assert layer["quality"]["recall"] == known.quality.recall > 0.8
+        assert layer["quality"]["confidence_error"] == known.quality.confidence_error < 0.05
+    shown = knn_moe("inspect", compressed).stdout
+    for words in ("bytes a key", "recall", "λ error", "index kind fast"):
+        assert words in shown
+    assert f"{made.layers[0].bytes_per_case:.1f}" in shown
+    assert f"{made.layers[0].quality.recall:.3f}" in shown
+
+
+def test_generate_with_a_compressed_memory(model: Path, memory: Path, compressed: Path) -> None:
+    def layers(folder: Path) -> dict[str, dict[str, float]]:
+        options = ("--memory", folder, "--max-new-tokens", 3, "--json")
+        answer = json.loads(knn_moe("generate", model, TEXTS[0], *options).stdout)
+        assert len(answer["text"].split()) == 3
+        return answer["layers"]
+
+    full, small = layers(memory)["0"], layers(compressed)["0"]
+    assert small["tokens"] == full["tokens"]
+    assert small["mean_confidence"] == pytest.approx(full["mean_confidence"], abs=0.1)
+
+
+def test_compressing_again_or_merging_the_compressed(compressed: Path, tmp_path: Path) -> None:
+    for command in ("compress", "merge"):
+        result = knn_moe(command, compressed, "-o", tmp_path / "again")
+        assert_refused(result, "use the memory that it was compressed from")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_compressing_over_something(memory: Path, reference: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "memory"
+    shutil.copytree(memory, folder)
+    assert_refused(knn_moe("compress", memory, "-o", folder), "exists already")
+    assert_refused(knn_moe("compress", memory, "-o", tmp_path, "--overwrite"), "is no memory")
+    assert not RoutingMemory.from_pretrained(folder).compressed
+    assert knn_moe("compress", folder, "-o", folder, "--overwrite").exit_code == 0
+    assert RoutingMemory.from_pretrained(folder).compressed
+    assert [path.name for path in tmp_path.iterdir()] == ["memory"]
+
+
+def test_compressing_without_faiss(
+    model: Path, memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert knn_moe("compress", memory, "-o", tmp_path / "m", "--index", "ivfpq").exit_code == 0
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    again = knn_moe("compress", memory, "-o", tmp_path / "again", "--index", "ivfpq")
+    assert_refused(again, "pip install faiss-cpu")
+    assert_refused(
+        knn_moe("generate", model, "3 4", "--memory", tmp_path / "m"), "pip install faiss-cpu"
+    )
+    assert knn_moe("inspect", tmp_path / "m").exit_code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
 def test_bench_prints_ratios() -> None:
@@ -265,6 +368,18 @@ def test_bad_settings(
         (("build", "MODEL", "REF", "-o", "REF/memory"), "Not a directory"),
         (("merge", "MEMORY", "-o", "REF/memory"), "The system refused"),
         (("inspect", "REF"), "No memory at"),
+        (("compress", "REF", "-o", "MEMORY/x"), "No memory at"),
+        (("compress", "MODEL", "-o", "MEMORY/x"), "is no memory"),
+        (("compress", "MEMORY", "-o", "REF/x"), "The system refused"),
+        (("compress", "MEMORY", "-o", "MEMORY/x", "--index", "hnsw"), "'hnsw' is not one of"),
+        (("compress", "MEMORY", "-o", "MEMORY/x", "--index", "exact"), "'exact' is not one of"),
+        (("compress", "MEMORY", "-o", "MEMORY/x", "--bits", 5), "bits must be 4 or 8, got 5"),
+        (("compress", "MEMORY", "-o", "MEMORY/x", "--value-bits", 2), "value_bits must be 4 or 8"),
+        (("compress", "MEMORY", "-o", "MEMORY/x", "--dims", 50), "a multiple of 64, got 50"),
+        (("compress", "MEMORY", "-o", "MEMORY/x", "--dims", 0), "dims must be a whole number"),
+        (("compress", "MEMORY", "-o", "MEMORY/x", "--probes", 0), "probes must be a whole number"),
+        (("compress", "MEMORY", "-o", "MEMORY/x", "--similarity", "l2"), "Unknown similarity"),
+        (("compress", "MEMORY", "-o", "MEMORY/x", "--device", "abacus"), "abacus"),
         (("bench", "build", "--grow", "many"), "many"),
         (("bench", "build", "--dtype", "int8"), "int8"),
         (("demo", "--tokens", 0), "0"),
@@ -280,7 +395,9 @@ def test_wrong_calls(
             str(part).replace(name, str(path)) if isinstance(part, str) else part
             for part in arguments
         )
+    before = sorted(memory.iterdir())
     assert_refused(knn_moe(*arguments), says)
+    assert sorted(memory.iterdir()) == before
 
 
 def test_broken_weights(model: Path, reference: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from knn_moe.config import PRESETS, BuildConfig, RoutingConfig
 from knn_moe.errors import ConfigError
+from knn_moe.index.settings import IndexConfig
 
 
 def test_the_default_is_the_papers_setting() -> None:
@@ -64,6 +65,8 @@ def test_a_wrong_build_setting(settings: dict[str, Any], message: str) -> None:
         ({"gamma": float("nan")}, "gamma must be a positive fp32 number, got nan."),
         ({"gamma_scale": 0}, "gamma_scale must be a positive fp32 number, got 0."),
         ({"gamma_scale": float("inf")}, "gamma_scale must be"),
+        ({"index": "hnsw"}, "Unknown index 'hnsw'. Available: exact, faiss-flat, ivfpq, fast."),
+        ({"index": 3}, "index must be an IndexConfig or its kind, got 3."),
     ],
 )
 def test_a_wrong_routing_setting(settings: dict[str, Any], message: str) -> None:
@@ -72,8 +75,35 @@ def test_a_wrong_routing_setting(settings: dict[str, Any], message: str) -> None
 
 
 @pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kind": "hnsw"}, "Unknown index 'hnsw'. Available: exact, faiss-flat, ivfpq, fast."),
+        ({"kind": "fast", "probes": 0}, "probes must be a whole number of at least 1, got 0."),
+        ({"kind": "ivfpq", "dims": 0}, "dims must be a whole number of at least 1, got 0."),
+        ({"kind": "ivfpq", "dims": 2.5}, "dims must be a whole number of at least 1, got 2.5."),
+        ({"kind": "fast", "dims": 100}, "dims of fast must be a multiple of 64, got 100."),
+        ({"kind": "fast", "bits": 5}, "bits must be 4 or 8, got 5."),
+        ({"kind": "fast", "value_bits": 16}, "value_bits must be 4 or 8, got 16."),
+    ],
+)
+def test_a_wrong_index_setting(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        IndexConfig(**settings)
+
+
+def test_an_index_is_exact_unless_named() -> None:
+    assert IndexConfig().kind == "exact"
+    assert RoutingConfig().index is None
+    assert RoutingConfig(index="fast") == RoutingConfig(index=IndexConfig(kind="fast"))
+    assert RoutingConfig(index={"kind": "ivfpq", "dims": 100}).index.dims == 100
+    assert (IndexConfig(kind="ivfpq").probes, IndexConfig(kind="fast").probes) == (32, 16)
+
+
+@pytest.mark.parametrize(
     "config",
     [
+        IndexConfig(kind="fast", dims=128, bits=8, value_bits=4, probes=3, rerank=True),
+        RoutingConfig(index="ivfpq"),
         BuildConfig(),
         BuildConfig(steps=3, learning_rate=2.5, gradient="dense", tokens="completion"),
         BuildConfig(max_length=2, batch_tokens=1),
@@ -83,14 +113,14 @@ def test_a_wrong_routing_setting(settings: dict[str, Any], message: str) -> None
     ],
     ids=repr,
 )
-def test_a_config_survives_json(config: BuildConfig | RoutingConfig) -> None:
+def test_a_config_survives_json(config: BuildConfig | RoutingConfig | IndexConfig) -> None:
     again = type(config)(**json.loads(json.dumps(config.to_dict())))
     assert again == config
     assert hash(again) == hash(config)
 
 
-@pytest.mark.parametrize("config", [BuildConfig(), RoutingConfig()], ids=repr)
-def test_a_config_does_not_change(config: BuildConfig | RoutingConfig) -> None:
+@pytest.mark.parametrize("config", [BuildConfig(), RoutingConfig(), IndexConfig()], ids=repr)
+def test_a_config_does_not_change(config: BuildConfig | RoutingConfig | IndexConfig) -> None:
     name = dataclasses.fields(config)[0].name
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(config, name, getattr(config, name))
