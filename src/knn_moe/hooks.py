@@ -89,16 +89,16 @@ class RecallHook(RouterHook):
 
     def mix(self, inputs: Tensor, logits: Tensor) -> Tensor:
         real = self.mask.real(len(inputs), inputs.device)
-        mixed, confidence = self.recall(inputs, logits, self.counts.sums, real)
+        mixed, confidence = self.recall.forward(inputs, logits, self.counts.sums, real)
         self.state.step = inputs, logits, mixed, confidence, real
-        result: Tensor = mixed
-        return result
+        return mixed
 
     def after(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         super().after(module, args, kwargs, output)
-        step, self.state.step = self.state.step, None
+        state = self.state
+        step, state.step = state.step, None
         if step is None or output is None:
             return
         inputs, logits, mixed, confidence, real = step

@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -37,11 +38,11 @@ class ReplaceLogits(TorchFunctionMode):
     """
 
     def __init__(self, router: Router, callback: Callback) -> None:
-        super().__init__()
         self.router = router
         self.callback = callback
         self.by_weight = router.scope is not router.module
         self.done = False
+        self._rest: AbstractContextManager[None] | None = None
 
     def __torch_function__(
         self,
@@ -50,15 +51,39 @@ class ReplaceLogits(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs) if kwargs else func(*args)
         if self.done or func is not F.linear:
             return result
         if self.by_weight and args[1] is not self.router.weight:
             return result
         self.done = True
-        logits = result.reshape(-1, self.router.num_experts)
-        replaced = self.callback(args[0].reshape(-1, self.router.hidden_size), logits)
-        return result if replaced is logits else replaced.to(result.dtype).reshape_as(result)
+        inputs = args[0]
+        flat = result.ndim == 2 and inputs.ndim == 2
+        if flat:
+            replaced = self.callback(inputs, result)
+        else:
+            logits = result.reshape(-1, self.router.num_experts)
+            replaced = self.callback(inputs.reshape(-1, self.router.hidden_size), logits)
+            if replaced is logits:
+                replaced = result
+        self._let_the_rest_be(result)
+        if replaced is result or (flat and replaced.dtype == result.dtype):
+            return replaced
+        return replaced.to(result.dtype).reshape_as(result)
+
+    def _let_the_rest_be(self, result: Tensor) -> None:
+        """What is still to come of a router's forward is none of our business, and eager code
+        feels every function that passes through here: none does, if nobody else is listening."""
+        if torch.compiler.is_compiling() or self.by_weight or type(result) is not Tensor:
+            return
+        if torch._C._len_torch_function_stack() == 0:  # but for us, who are off while called
+            self._rest = torch._C.DisableTorchFunction()
+            self._rest.__enter__()
+
+    def __exit__(self, *failure: Any) -> None:
+        if self._rest is not None:
+            self._rest.__exit__(*failure)
+        super().__exit__(*failure)  # type: ignore[no-untyped-call]
 
 
 class CallState:
@@ -89,17 +114,17 @@ class RouterHook:
         return self._compiled if torch.compiler.is_compiling() else self._threads.state
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        mode = ReplaceLogits(self.router, self.callback)
-        self.state.mode = mode
+        self.state.mode = mode = ReplaceLogits(self.router, self.callback)
         mode.__enter__()  # type: ignore[no-untyped-call]
 
     def after(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        mode, self.state.mode = self.state.mode, None
+        state = self.state
+        mode, state.mode = state.mode, None
         if mode is None:
             return
-        mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        mode.__exit__(None, None, None)
         # Called after a failure too, with no output: let the failure itself be heard.
         if output is not None and not mode.done:
             raise UnsupportedModelError(

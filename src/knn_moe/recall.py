@@ -16,7 +16,8 @@ from knn_moe.config import RoutingConfig
 from knn_moe.errors import ConfigError
 from knn_moe.gamma import estimate_gamma
 from knn_moe.index import FastIndex, IndexConfig, KeyIndex, build_index, load_index
-from knn_moe.index.fused import MOST_RANKED, Fused, Settings, usable
+from knn_moe.index.fused import MOST_RANKED, Fused, usable
+from knn_moe.index.parts import Settings
 from knn_moe.index.values import PackedValues
 from knn_moe.memory import Layer, RoutingMemory
 from knn_moe.mixing import confidence, mix_logits, propose_logits
@@ -33,6 +34,7 @@ class LayerRecall(nn.Module):
     """
 
     gamma: Tensor
+    uncounted: Tensor
 
     def __init__(
         self,
@@ -83,8 +85,7 @@ class LayerRecall(nn.Module):
         """
         if self.fused is not None:
             counted = self.uncounted if counts is None else counts
-            mixed, weight = self.fused(self._queries(inputs), logits, counted, real)
-            return mixed, weight
+            return self.fused.forward(self._queries(inputs), logits, counted, real)
         squared_distance, places = self.index.search(self._queries(inputs), self.k)
         log_similarity = self.log_similarity(squared_distance)
         proposal = propose_logits(self._values(places), log_similarity)

@@ -107,7 +107,7 @@ def product(x: Tensor, keys: Tensor) -> Tensor:
     """
     if keys.is_cuda and keys.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(x.to(keys.dtype), keys.T, out_dtype=torch.float32)
-    return x @ keys.float().T
+    return x.float() @ keys.float().T
 
 
 def blocks(rows: int, device: torch.device, least: int = 1) -> Iterator[tuple[int, int]]:
