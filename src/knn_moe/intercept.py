@@ -34,13 +34,15 @@ class ReplaceLogits(TorchFunctionMode):
     """While active, pass the router's linear map through a callback; everything else as it is.
 
     In a router's own forward the first F.linear is the one. In a forward that computes the logits
-    around the router (`by_weight`), it is the F.linear with the router's weight.
+    around the router (`by_weight`), it is the F.linear with the router's weight. `brief`: nobody
+    else wants to see what the router does after it.
     """
 
-    def __init__(self, router: Router, callback: Callback) -> None:
+    def __init__(self, router: Router, callback: Callback, *, brief: bool = False) -> None:
         self.router = router
         self.callback = callback
         self.by_weight = router.scope is not router.module
+        self.brief = brief and not self.by_weight
         self.done = False
         self._rest: AbstractContextManager[None] | None = None
 
@@ -66,17 +68,16 @@ class ReplaceLogits(TorchFunctionMode):
             replaced = self.callback(inputs.reshape(-1, self.router.hidden_size), logits)
             if replaced is logits:
                 replaced = result
-        self._let_the_rest_be(result)
+        if self.brief and not torch.compiler.is_compiling():
+            self._let_the_rest_be(result)
         if replaced is result or (flat and replaced.dtype == result.dtype):
             return replaced
         return replaced.to(result.dtype).reshape_as(result)
 
     def _let_the_rest_be(self, result: Tensor) -> None:
-        """What is still to come of a router's forward is none of our business, and eager code
-        feels every function that passes through here: none does, if nobody else is listening."""
-        if torch.compiler.is_compiling() or self.by_weight or type(result) is not Tensor:
-            return
-        if torch._C._len_torch_function_stack() == 0:  # but for us, who are off while called
+        """What is still to come of the router's forward is none of our business, and eager code
+        feels every function that passes through here: none does, if no other mode is active."""
+        if type(result) is Tensor and torch._C._len_torch_function_stack() == 0:
             self._rest = torch._C.DisableTorchFunction()
             self._rest.__enter__()
 
@@ -114,7 +115,7 @@ class RouterHook:
         return self._compiled if torch.compiler.is_compiling() else self._threads.state
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self.state.mode = mode = ReplaceLogits(self.router, self.callback)
+        self.state.mode = mode = ReplaceLogits(self.router, self.callback, brief=True)
         mode.__enter__()  # type: ignore[no-untyped-call]
 
     def after(
