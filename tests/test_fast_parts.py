@@ -338,10 +338,12 @@ def make_lists(sizes: list[int], dims: int, bits: int, spread: int) -> Lists:
     codes = torch.randint(max(-spread, lowest), min(spread, highest) + 1, (count, dims))
     dropped = torch.randint(0, 4 * spread, (count,))
     norms = from_codes(codes, bits).square().sum(dim=-1) + dropped
+    centres = torch.randint(-2, 3, (len(sizes), dims)).to(torch.int8)
     return Lists(
         codes=pack(codes, bits),
         norms=norms.clamp(max=FARTHEST).int(),
-        centres=torch.randint(-2, 3, (len(sizes), dims)).to(torch.int8),
+        centres=centres,
+        centre_norms=centres.float().square().sum(dim=-1),
         begin=torch.tensor([0, *sizes]).cumsum(0).int(),
     )
 
@@ -455,7 +457,8 @@ def test_of_keys_a_bin_apart_only_the_nearest_is_found(way: Scan) -> None:
 def test_nearest_lists_come_in_order_and_ties_by_number() -> None:
     lists = make_lists([1] * 5, 64, 4, 3)
     centres = torch.tensor([9, 1, -1, 30, 1])[:, None].expand(5, 64).to(torch.int8)
-    lists = lists._replace(centres=centres)
+    norms = centres.float().square().sum(dim=-1)
+    lists = lists._replace(centres=centres, centre_norms=norms)
     near = scan.nearest_lists(lists, torch.zeros(2, 64), 4)
     assert near.tolist() == [[1, 2, 4, 0]] * 2
 

@@ -415,7 +415,7 @@ def test_coarse_distances_order_the_lists_as_grid_points_do(
     index = FastIndex.build(keys, IndexConfig(kind="fast", probes=4))
     parts = make_parts(index, PackedValues.of(randn(len(keys), 8), 8), GAMMA)
     grid = Grid(index.projection, index.offset, index.centre, index.step)
-    lists = Lists(index.codes, index.norms, index.centres, index.begin)
+    lists = Lists(index.codes, index.norms, index.centres, index.coarse_norms, index.begin)
     expected = nearest_lists(lists, to_whole(grid.project(queries)), 4)
     dims = len(index.projection)
     coarse = queries.float() @ parts.stacked[dims:].float().T - parts.shift[dims:]

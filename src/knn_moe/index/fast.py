@@ -72,6 +72,8 @@ class FastIndex(nn.Module):
         self.scanned = self.codes
         if self.codes.is_cpu and self.codes.dtype == torch.uint8:
             self.scanned = decoded(self.codes).to(torch.int8)
+        self.coarse = self.centres.float() if self.centres.is_cpu else self.centres
+        self.coarse_norms = self.centres.float().square().sum(dim=-1)
 
     @staticmethod
     def build(keys: Tensor, config: IndexConfig) -> FastIndex:
@@ -126,7 +128,7 @@ class FastIndex(nn.Module):
     def _scan(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """What `scan` finds, and ‖x⊥‖² of the queries. Shapes: [T, d] → [T, k] int64, [T]."""
         grid = Grid(self.projection, self.offset, self.centre, self.step)
-        lists = Lists(self.scanned, self.norms, self.centres, self.begin)
+        lists = Lists(self.scanned, self.norms, self.coarse, self.coarse_norms, self.begin)
         projected = grid.project(queries)
         return scan(lists, to_whole(projected), self.probes, k), grid.dropped(queries, projected)
 

@@ -275,6 +275,6 @@ def _with_options(parts: Parts, settings: Settings) -> tuple[Shapes, dict[str, b
 
 def kernels() -> Any:
     """Imported when first needed: triton may be missing."""
-    from knn_moe.index import kernels
+    import knn_moe.index.kernels as found
 
-    return kernels
+    return found

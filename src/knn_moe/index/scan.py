@@ -6,6 +6,7 @@ kernels (kernels.py) that are tested against them. Shapes: T queries, L lists, M
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 import torch
@@ -13,20 +14,24 @@ from torch import Tensor
 
 from knn_moe.index.grid import FARTHEST, from_codes
 from knn_moe.index.packing import unpack
+from knn_moe.index.partition import LONGEST
 
 PLACE_BITS: Final = 32  # a result is estimate · 2³² + place
 NOT_FOUND: Final = torch.iinfo(torch.int64).max
+NOWHERE: Final = torch.iinfo(torch.int32).max  # not found, within a list
 BINS: Final = 128  # of the keys of a list BINS places apart, only the nearest is kept
 _FEW: Final = 8  # queries that are looked up one by one
 
 
 class Lists(NamedTuple):
     """Keys in lists. Shapes: codes [M, r/2] uint8 or [M, r] int8; norms [M] int32, ‖k‖² with a
-    share of ‖k⊥‖²; centres [L, r] int8; begin [L + 1] int32, the lists' first places."""
+    share of ‖k⊥‖²; centres [L, r], whole; centre_norms [L] fp32, their ‖c‖²; begin [L + 1] int32,
+    the lists' first places."""
 
     codes: Tensor
     norms: Tensor
     centres: Tensor
+    centre_norms: Tensor
     begin: Tensor
 
 
@@ -49,9 +54,8 @@ def scan(lists: Lists, whole: Tensor, probes: int, k: int) -> Tensor:
 
 def nearest_lists(lists: Lists, whole: Tensor, probes: int) -> Tensor:
     """Lists by ‖c‖² - 2q·c, nearest first, the lower number first among equals. [T, probes]."""
-    centres = lists.centres.float()
-    coarse = centres.square().sum(dim=-1) - 2 * whole @ centres.T
-    numbers = torch.arange(len(centres), device=whole.device)
+    coarse = torch.add(lists.centre_norms, whole @ lists.centres.float().T, alpha=-2)
+    numbers = torch.arange(len(lists.centres), device=whole.device)
     ranked = (coarse.long() << PLACE_BITS) + numbers
     nearest = torch.topk(ranked, probes, dim=-1, largest=False).values
     numbers_only: Tensor = nearest & (2**PLACE_BITS - 1)
@@ -60,28 +64,36 @@ def nearest_lists(lists: Lists, whole: Tensor, probes: int) -> Tensor:
 
 def _scan_each(lists: Lists, whole: Tensor, probed: Tensor, k: int) -> Tensor:
     """One query after the other, its lists side by side."""
+    queries, square = _factors(lists, whole)
     begin = lists.begin.tolist()
-    everywhere = torch.arange(len(lists.codes), device=whole.device)
     results = [probed.new_empty(0, k)]
-    for query, numbers in zip(whole[:, None], probed.tolist(), strict=True):
+    for at, numbers in enumerate(probed.sort(dim=-1).values.tolist()):
         spans = [slice(begin[number], begin[number + 1]) for number in numbers]
-        codes, norms, places = (
-            torch.cat([part[span] for span in spans])
-            for part in (lists.codes, lists.norms, everywhere)
+        codes, norms = (
+            torch.cat([part[span] for span in spans]) for part in (lists.codes, lists.norms)
         )
-        estimates = _estimates(query, _square(query), codes, norms)
-        found = (estimates.long() << PLACE_BITS) + places
-        if k > 1:
-            at = torch.cat([_bins(slot, span) for slot, span in enumerate(spans)])
-            binned = found.new_full((1, len(spans) * BINS), NOT_FOUND)
-            found = binned.scatter_reduce(1, at.to(found.device)[None], found, "amin")
-        results.append(_least(found, k))
+        scores = _scores(queries[at : at + 1], codes, norms)
+        estimates = scores.add_(square[at]).clamp_(0, FARTHEST)
+        if k == 1 and len(codes):
+            results.append(_first(estimates, spans))
+            continue
+        parts = estimates.split([span.stop - span.start for span in spans], dim=1)
+        best = [_widen(_best(part, k), span.start) for part, span in zip(parts, spans, strict=True)]
+        results.append(_least(torch.cat(best, dim=1), k))
     return torch.cat(results)
 
 
-def _bins(slot: int, span: slice) -> Tensor:
-    """The bin of each key of the list that is the `slot`-th of a query's."""
-    return slot * BINS + torch.arange(span.stop - span.start) % BINS
+def _first(estimates: Tensor, spans: list[slice]) -> Tensor:
+    """The least of lists side by side, of equals the first. Shapes: [1, n] → [1, 1] int64."""
+    estimate, at = estimates.min(dim=-1, keepdim=True)
+    position = int(at)
+    for span in spans:
+        size = span.stop - span.start
+        if position < size:
+            break
+        position -= size
+    found: Tensor = (estimate.long() << PLACE_BITS) + span.start + position
+    return found
 
 
 def _scan_grouped(lists: Lists, whole: Tensor, probed: Tensor, k: int) -> Tensor:
@@ -89,26 +101,69 @@ def _scan_grouped(lists: Lists, whole: Tensor, probed: Tensor, k: int) -> Tensor
 
     Of each list its bins' least, or for one neighbour its least alone.
     """
-    probes, kept = probed.shape[1], 1 if k == 1 else BINS
-    begin = lists.begin.tolist()
-    square = _square(whole)
-    everywhere = torch.arange(len(lists.codes), device=whole.device)
-    found = torch.full((probed.numel(), kept), NOT_FOUND, device=whole.device)
-    pairs = torch.argsort(probed.flatten(), stable=True)
-    numbers, counts = torch.unique_consecutive(probed.flatten()[pairs], return_counts=True)
-    groups = zip(
-        numbers.tolist(),
-        pairs.split(counts.tolist()),
-        (pairs // probes).split(counts.tolist()),
-        strict=True,
-    )
-    for number, group, asking in groups:
-        span = slice(begin[number], begin[number + 1])
-        estimates = _estimates(whole[asking], square[asking], lists.codes[span], lists.norms[span])
-        ranked = (estimates.long() << PLACE_BITS).add_(everywhere[span])
-        width = -(-ranked.shape[1] // kept) * kept
-        found[group] = _padded(ranked, width).view(len(group), -1, kept).amin(dim=1)
-    return _least(found.view(len(whole), -1), k)
+    probed_lists, pairs = torch.sort(probed.flatten(), stable=True)
+    queries, square = (part[pairs // probed.shape[1]] for part in _factors(lists, whole))
+    numbers, counts = torch.unique_consecutive(probed_lists, return_counts=True)
+    groups = _Groups(lists, numbers.tolist(), queries.split(counts.tolist()))
+    first = lists.begin[probed_lists][:, None].long()
+    found = _firsts(groups, square, first) if k == 1 else None
+    if found is None:
+        squares = square.split(counts.tolist())
+        estimates = [
+            scores.add_(part).clamp_(0, FARTHEST)
+            for scores, part in zip(groups.scores(), squares, strict=True)
+        ]
+        found = _widen(torch.cat([_best(part, k) for part in estimates]), first)
+    ordered = torch.empty_like(found)
+    ordered[pairs] = found
+    return _least(ordered.view(len(whole), -1), k)
+
+
+class _Groups(NamedTuple):
+    """Lists by number, and the queries that probe each [t, r]."""
+
+    lists: Lists
+    numbers: list[int]
+    queries: tuple[Tensor, ...]
+
+    def scores(self) -> Iterator[Tensor]:
+        """‖k‖² + w ‖k⊥‖² - 2q·k of each group. Shapes: [t, n] int32."""
+        begin = self.lists.begin.tolist()
+        for number, queries in zip(self.numbers, self.queries, strict=True):
+            start, size = begin[number], begin[number + 1] - begin[number]
+            codes = self.lists.codes.narrow(0, start, size)
+            yield _scores(queries, codes, self.lists.norms.narrow(0, start, size))
+
+
+def _firsts(groups: _Groups, square: Tensor, first: Tensor) -> Tensor | None:
+    """The least of each list, of equals the first; None if an estimate has to be cut, since then
+    more of them are equal. Shapes: square, first [n, 1] → [n, 1] int64."""
+    best = [scores.min(dim=-1, keepdim=True) for scores in groups.scores()]
+    estimates = torch.cat([part.values for part in best]) + square
+    if not ((estimates >= 0) & (estimates <= FARTHEST)).all():
+        return None
+    places = first + torch.cat([part.indices for part in best])
+    return (estimates.long() << PLACE_BITS) + places
+
+
+def _best(estimates: Tensor, k: int) -> Tensor:
+    """Of each bin of a list, or for one neighbour of the list, the least estimate · LONGEST +
+    position, or NOWHERE. Shapes: estimates [T, n] int32 → [T, BINS or 1] int32."""
+    count, width = estimates.shape
+    kept = 1 if k == 1 else BINS
+    position = torch.arange(width, dtype=torch.int32, device=estimates.device)
+    packed = torch.add(position, estimates, alpha=LONGEST)
+    missing = -width % kept if width else kept
+    if missing:
+        packed = torch.cat([packed, packed.new_full((count, missing), NOWHERE)], dim=1)
+    return packed.view(count, -1, kept).amin(dim=1)
+
+
+def _widen(packed: Tensor, first: Tensor | int) -> Tensor:
+    """As estimate · 2³² + place. Shapes: packed [n, …], see _best; first (places) [n, 1]."""
+    wide = packed.long()
+    found = (wide // LONGEST << PLACE_BITS) + first + wide % LONGEST
+    return found.masked_fill_(packed == NOWHERE, NOT_FOUND)
 
 
 def decoded(codes: Tensor) -> Tensor:
@@ -116,19 +171,24 @@ def decoded(codes: Tensor) -> Tensor:
     return from_codes(unpack(codes), bits=4 if codes.dtype == torch.uint8 else 8)
 
 
-def _square(queries: Tensor) -> Tensor:
-    """‖q‖². Shapes: queries [T, r] → [T, 1] int32."""
-    return queries.square().sum(dim=-1, keepdim=True).int()
+def _factors(lists: Lists, whole: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries as they are multiplied, and ‖q‖². Shapes: whole [T, r] → [T, r], [T, 1] int32."""
+    square = whole.square().sum(dim=-1, keepdim=True).int()
+    return whole.to(torch.int8) if _bytewise(lists.codes) else whole, square
 
 
-def _estimates(queries: Tensor, square: Tensor, codes: Tensor, norms: Tensor) -> Tensor:
-    """min(‖q - k‖² + w ‖k⊥‖², FARTHEST). Shapes: queries [T, r]; square [T, 1]; codes [n, …];
-    norms [n] → [T, n] int32."""
-    if codes.dtype == torch.int8 and codes.is_cpu and torch.backends.mkldnn.is_available():
-        dots = torch._int_mm(queries.to(torch.int8), codes.T)
+def _bytewise(codes: Tensor) -> bool:
+    """Whether codes are multiplied as bytes."""
+    return codes.dtype == torch.int8 and codes.is_cpu and torch.backends.mkldnn.is_available()
+
+
+def _scores(queries: Tensor, codes: Tensor, norms: Tensor) -> Tensor:
+    """‖k‖² + w ‖k⊥‖² - 2q·k. Shapes: queries [T, r]; codes [n, …]; norms [n] → [T, n] int32."""
+    if _bytewise(codes):
+        dots = torch._int_mm(queries, codes.T)
     else:
         dots = (queries @ decoded(codes).T).int()
-    return dots.mul_(-2).add_(norms).add_(square).clamp_(0, FARTHEST)
+    return torch.add(norms, dots, alpha=-2, out=dots)
 
 
 def _least(found: Tensor, k: int) -> Tensor:
@@ -147,13 +207,27 @@ def _padded(found: Tensor, width: int) -> Tensor:
 
 @torch.library.custom_op("knn_moe::scan", mutates_args=())
 def _scan(
-    codes: Tensor, norms: Tensor, centres: Tensor, begin: Tensor, whole: Tensor, probes: int, k: int
+    codes: Tensor,
+    norms: Tensor,
+    centres: Tensor,
+    centre_norms: Tensor,
+    begin: Tensor,
+    whole: Tensor,
+    probes: int,
+    k: int,
 ) -> Tensor:
-    return scan(Lists(codes, norms, centres, begin), whole, probes, k)
+    return scan(Lists(codes, norms, centres, centre_norms, begin), whole, probes, k)
 
 
 @_scan.register_fake
 def _(
-    codes: Tensor, norms: Tensor, centres: Tensor, begin: Tensor, whole: Tensor, probes: int, k: int
+    codes: Tensor,
+    norms: Tensor,
+    centres: Tensor,
+    centre_norms: Tensor,
+    begin: Tensor,
+    whole: Tensor,
+    probes: int,
+    k: int,
 ) -> Tensor:
     return whole.new_empty(len(whole), k, dtype=torch.int64)
