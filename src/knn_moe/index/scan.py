@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,35 +66,26 @@ def nearest_lists(lists: Lists, whole: Tensor, probes: int) -> Tensor:
 def _scan_each(lists: Lists, whole: Tensor, probed: Tensor, k: int) -> Tensor:
     """One query after the other, its lists side by side."""
     queries, square = _factors(lists, whole)
-    begin = lists.begin.tolist()
     results = [probed.new_empty(0, k)]
-    for at, numbers in enumerate(probed.sort(dim=-1).values.tolist()):
-        spans = [slice(begin[number], begin[number + 1]) for number in numbers]
-        codes, norms = (
-            torch.cat([part[span] for span in spans]) for part in (lists.codes, lists.norms)
-        )
-        scores = _scores(queries[at : at + 1], codes, norms)
+    probed = probed.sort(dim=-1).values
+    spans = torch.stack([lists.begin[probed], lists.begin[probed + 1]], dim=-1).tolist()
+    for at, ends in enumerate(spans):
+        # Small arrays: numpy is done before torch has begun.
+        side_by_side = np.concatenate([np.arange(*span) for span in ends])
+        places = torch.from_numpy(side_by_side).to(whole.device)
+        codes, norms = (part.index_select(0, places) for part in (lists.codes, lists.norms))
+        scores = _scores(queries[at : at + 1], codes.T, norms)
         estimates = scores.add_(square[at]).clamp_(0, FARTHEST)
-        if k == 1 and len(codes):
-            results.append(_first(estimates, spans))
+        if k == 1 and len(places):
+            estimate, first = estimates.min(dim=-1, keepdim=True)
+            results.append((estimate.long() << PLACE_BITS) + places[first])
             continue
-        parts = estimates.split([span.stop - span.start for span in spans], dim=1)
-        best = [_widen(_best(part, k), span.start) for part, span in zip(parts, spans, strict=True)]
-        results.append(_least(torch.cat(best, dim=1), k))
+        parts = estimates.split([end - start for start, end in ends], dim=1)
+        found = [
+            _widen(_best(part, k), start) for part, (start, _) in zip(parts, ends, strict=True)
+        ]
+        results.append(_least(torch.cat(found, dim=1), k))
     return torch.cat(results)
-
-
-def _first(estimates: Tensor, spans: list[slice]) -> Tensor:
-    """The least of lists side by side, of equals the first. Shapes: [1, n] → [1, 1] int64."""
-    estimate, at = estimates.min(dim=-1, keepdim=True)
-    position = int(at)
-    for span in spans:
-        size = span.stop - span.start
-        if position < size:
-            break
-        position -= size
-    found: Tensor = (estimate.long() << PLACE_BITS) + span.start + position
-    return found
 
 
 def _scan_grouped(lists: Lists, whole: Tensor, probed: Tensor, k: int) -> Tensor:
@@ -128,11 +120,10 @@ class _Groups(NamedTuple):
 
     def scores(self) -> Iterator[Tensor]:
         """‖k‖² + w ‖k⊥‖² - 2q·k of each group. Shapes: [t, n] int32."""
-        begin = self.lists.begin.tolist()
+        begin, codes, norms = self.lists.begin.tolist(), self.lists.codes.T, self.lists.norms
         for number, queries in zip(self.numbers, self.queries, strict=True):
-            start, size = begin[number], begin[number + 1] - begin[number]
-            codes = self.lists.codes.narrow(0, start, size)
-            yield _scores(queries, codes, self.lists.norms.narrow(0, start, size))
+            start, end = begin[number], begin[number + 1]
+            yield _scores(queries, codes[:, start:end], norms[start:end])
 
 
 def _firsts(groups: _Groups, square: Tensor, first: Tensor) -> Tensor | None:
@@ -183,11 +174,11 @@ def _bytewise(codes: Tensor) -> bool:
 
 
 def _scores(queries: Tensor, codes: Tensor, norms: Tensor) -> Tensor:
-    """‖k‖² + w ‖k⊥‖² - 2q·k. Shapes: queries [T, r]; codes [n, …]; norms [n] → [T, n] int32."""
+    """‖k‖² + w ‖k⊥‖² - 2q·k. Shapes: queries [T, r]; codes [r or r/2, n]; norms [n] → [T, n]."""
     if _bytewise(codes):
-        dots = torch._int_mm(queries, codes.T)
+        dots = torch._int_mm(queries, codes)
     else:
-        dots = (queries @ decoded(codes).T).int()
+        dots = (queries @ decoded(codes.T).T).int()
     return torch.add(norms, dots, alpha=-2, out=dots)
 
 
