@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
-from conftest import encode, make_texts
+from conftest import encode, family, make_texts
 from families import FAMILIES, Family
 from knn_moe import BuildConfig, RoutingConfig, attach, build_memory, find_routers
 from knn_moe.errors import UnsupportedModelError
@@ -147,3 +150,46 @@ def test_gating_is_the_routers_own_forward() -> None:
     assert torch.equal(returned, logits)
     # Two groups of four experts, one group allowed: the correction bias and groups really act.
     assert {int(row.min()) // 4 == int(row.max()) // 4 for row in chosen} == {True}
+
+
+class Listener(TorchFunctionMode):
+    """Takes down every function it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[object] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.heard.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_other_modes_hear_all_of_a_router_and_a_hook_no_more_than_it_must() -> None:
+    router = find_routers(family("olmoe"))[0]
+    x = torch.randn(6, router.hidden_size)
+    with Listener() as alone:
+        expected = router.module(x)
+    hook = RouterHook(router, lambda inputs, own: own)
+    handles = hook.install()
+    with Listener() as around:
+        router.module(x)
+    assert set(alone.heard) <= set(around.heard)
+    assert all(torch.equal(*pair) for pair in zip(router.module(x), expected, strict=True))
+    with Listener() as after:  # the hook's own mode is off, and others are on again
+        torch.topk(x, 2)
+    assert after.heard
+    for handle in handles:
+        handle.remove()
+
+
+def test_a_router_that_fails_leaves_no_mode_behind() -> None:
+    router = find_routers(family("olmoe"))[0]
+    handles = RouterHook(router, lambda inputs, own: own).install()
+    router.module.top_k = 10**6  # more experts than there are: fails after the linear map
+    with pytest.raises(RuntimeError, match="k"):
+        router.module(torch.randn(6, router.hidden_size))
+    with Listener() as after:
+        torch.topk(torch.randn(4), 2)
+    assert after.heard
+    for handle in handles:
+        handle.remove()

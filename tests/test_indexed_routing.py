@@ -30,6 +30,7 @@ from indexed import (
 from knn_moe import IndexConfig, RoutingConfig, RoutingMemory, attach, build_memory, compress
 from knn_moe.compression import compress_layer
 from knn_moe.controls import shuffle_values
+from knn_moe.errors import ConfigError
 from knn_moe.handle import Routing
 from knn_moe.index.grid import principal_axes
 from knn_moe.similarity import SIMILARITIES
@@ -170,6 +171,17 @@ def test_what_is_asked_of_a_compressed_index(
         for asked in (index, replace(index, rerank=False), replace(index, probes=1)):
             expected = logits(model, memory, RoutingConfig(index=asked), ids)
             assert torch.equal(logits(model, made, RoutingConfig(index=asked), ids), expected)
+
+
+@pytest.mark.parametrize("other", [{"bits": 8}, {"value_bits": 4}, {"dims": 64}], ids=str)
+def test_a_compressed_index_is_what_it_is(
+    other: dict[str, int], model: PreTrainedModel, memory: RoutingMemory, tmp_path: Path
+) -> None:
+    made = compress(memory, FAST, tmp_path / "fast")
+    ((name, value),) = other.items()
+    asked = RoutingConfig(index=replace(FAST, **other))
+    with pytest.raises(ConfigError, match=f"{name}={value} was asked for. Leave it out"):
+        attach(model, made, asked)
 
 
 @pytest.mark.parametrize(

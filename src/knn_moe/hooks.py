@@ -177,7 +177,8 @@ class TokenMask:
         """[tokens] bool on `device`, or None where nothing is known of padding."""
         if self.mask is None or self.mask.numel() != tokens:
             return None
-        return self.mask.flatten().to(device)
+        # Contiguous: of one sequence's mask, a diagonal, flatten makes a strided view.
+        return self.mask.flatten().to(device).contiguous()
 
 
 def _stack_of(model: nn.Module, routers: list[Router]) -> nn.Module:

@@ -181,6 +181,14 @@ def _index_of(layer: CompressedLayer, config: RoutingConfig) -> IndexConfig:
             f"This memory was compressed as {own.kind!r}, and {wanted!r} was asked for. "
             f"Leave the index out, or compress the full memory again."
         )
+    usual = IndexConfig(kind=own.kind)
+    for name in ("dims", "bits", "value_bits"):
+        wanted, has = getattr(asked, name), getattr(own, name)
+        if wanted not in (has, getattr(usual, name)):
+            raise ConfigError(
+                f"This memory was compressed with {name}={has}, and {name}={wanted} was asked for. "
+                f"Leave it out, or compress the full memory again."
+            )
     return asked
 
 

@@ -2,8 +2,8 @@
 
 Keys are centred, projected onto their leading principal directions, rotated at random so that
 every coordinate spreads alike, and rounded to a grid whose step is the same everywhere. A squared
-distance of grid points is then a whole number below 2²⁴: exact in integers and in fp32 alike, on
-any device.
+distance of grid points is then a whole number, the same on any device and in whatever order it is
+added up.
 
 What the projection drops is kept as a norm: ‖x - k‖² = ‖Px - Pk‖² + ‖x⊥‖² + ‖k⊥‖² - 2 x⊥·k⊥, and
 near neighbours are near in what was dropped too. How near comes from the keys' own nearest
@@ -60,6 +60,8 @@ class Grid(NamedTuple):
     def dropped(self, vectors: Tensor, projected: Tensor) -> Tensor:
         """‖x⊥‖² in grid units: what the projection drops, and what lies beyond the grid's edge.
 
+        That the latter may point away from a key is left out: of a query far outside the grid a
+        distance may come out a quarter too small.
         Shapes: vectors [T, d]; projected [T, r] → [T].
         """
         whole = ((vectors.float() - self.centre) / self.step).square().sum(dim=-1)
