@@ -1,4 +1,4 @@
-"""The paired bootstrap: the plain loop's numbers, in little memory, and right about chance."""
+"""Statistics over items: scipy's and plain loops' numbers, in little memory, right about chance."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from knn_moe.errors import ConfigError
-from knn_moe.stats import Comparison, paired_bootstrap
+from knn_moe.stats import (
+    Accuracy,
+    Comparison,
+    accuracy,
+    by_tercile,
+    holm,
+    paired_bootstrap,
+    pooled,
+)
 
 steady = settings(derandomize=True, deadline=None, max_examples=40)
 
@@ -190,3 +198,120 @@ def test_what_cannot_be_compared_is_told() -> None:
         paired_bootstrap([1, 2], [1, 2], weights=[1, 0])
     with pytest.raises(ConfigError, match="resamples"):
         paired_bootstrap([1, 2], [1, 2], resamples=0)
+
+
+@pytest.mark.parametrize(("right", "items"), [(0, 7), (7, 7), (1, 1), (3, 10), (5000, 14_000)])
+def test_accuracy_of_right_and_wrong_is_wilsons(right: int, items: int) -> None:
+    stats = pytest.importorskip("scipy.stats")
+    result = accuracy([True] * right + [False] * (items - right))
+    theirs = stats.binomtest(right, items).proportion_ci(method="wilson")
+    assert result.mean == right / items
+    assert (result.low, result.high) == pytest.approx((theirs.low, theirs.high), abs=1e-12)
+    assert 0 <= result.low <= result.mean <= result.high <= 1
+    assert result.items == items
+
+
+def test_accuracy_of_other_scores_is_a_normal_interval() -> None:
+    stats = pytest.importorskip("scipy.stats")
+    values = np.random.default_rng(10).random(50)
+    result = accuracy(values)
+    theirs = stats.norm.interval(0.95, loc=values.mean(), scale=stats.sem(values))
+    assert (result.low, result.high) == pytest.approx(theirs, rel=1e-12)
+    assert result.mean == pytest.approx(values.mean())
+    # 0, 1 and one score between them: no counts, so no Wilson.
+    mixed = accuracy([0, 1, 0.5])
+    assert (mixed.low, mixed.high) == pytest.approx(stats.norm.interval(0.95, 0.5, 0.5 / 3**0.5))
+
+
+def test_accuracy_is_plain_numbers() -> None:
+    result = accuracy(np.array([1, 0, 1], dtype=np.float32))
+    assert result == accuracy([1.0, 0.0, 1.0])
+    assert [type(value) for value in vars(result).values()] == [float, float, float, int]
+    assert accuracy([2.0, 2.0]) == Accuracy(2.0, 2.0, 2.0, 2)
+
+
+@pytest.mark.parametrize("items", [3, 4, 5, 60, 61, 62])
+def test_terciles_equal_a_plain_loop(items: int) -> None:
+    draw = np.random.default_rng(items)
+    # Few distinct perplexities: many ties, which go by the items' order.
+    perplexity = draw.integers(1, 6, items).astype(float)
+    first, second = draw.integers(0, 2, (2, items))
+    groups: list[list[int]] = [[], [], []]
+    sizes = [(items + 2) // 3, (items + 1) // 3, items // 3]
+    for item in sorted(range(items), key=lambda item: (perplexity[item], item)):
+        groups[next(g for g in range(3) if len(groups[g]) < sizes[g])].append(item)
+    result = by_tercile(perplexity, first, second, resamples=500, seed=3)
+    for third, group in zip(result, groups, strict=True):
+        assert third == paired_bootstrap(first[group], second[group], resamples=500, seed=3)
+    assert (result.low, result.mid, result.high) == result
+
+
+def test_the_hard_third_is_high() -> None:
+    perplexity = [9.0, 1.0, 5.0, float("inf"), 2.0, 4.0]
+    first = [1, 0, 0, 1, 0, 1]
+    result = by_tercile(perplexity, first, [0] * 6)
+    assert [third.difference for third in result] == [0, 0.5, 1]
+
+
+def test_pooled_counts_items_and_not_tasks() -> None:
+    draw = np.random.default_rng(11)
+    large, small = draw.integers(0, 2, (2, 300)), draw.integers(0, 2, (2, 20))
+    result = pooled({"large": tuple(large), "small": tuple(small)}, resamples=2000, seed=4)
+    both = np.concatenate([large, small], axis=1)
+    assert result == paired_bootstrap(*both, resamples=2000, seed=4)
+    total = sum(a - b for a, b in both.T.tolist())
+    assert result.difference == pytest.approx(total / 320)
+    assert result.difference != pytest.approx(
+        np.mean([(one - two).mean() for one, two in (large, small)])
+    )
+    assert pooled({"one": ([1, 2], [0, 3])}) == paired_bootstrap([1, 2], [0, 3])
+
+
+def plain_holm(p_values: dict[str, float]) -> dict[str, float]:
+    """Test by test: the smallest level of the family at which Holm's steps reject it."""
+    ranked = sorted(p_values, key=lambda name: p_values[name])
+    adjusted = {}
+    for place, name in enumerate(ranked):
+        levels = [(len(ranked) - i) * p_values[ranked[i]] for i in range(place + 1)]
+        adjusted[name] = min(1.0, max(levels))
+    return adjusted
+
+
+@given(values=st.lists(st.floats(0, 1), max_size=8))
+@steady
+def test_holm_equals_a_plain_loop(values: list[float]) -> None:
+    p_values = {str(number): value for number, value in enumerate(values)}
+    result = holm(p_values)
+    assert list(result) == list(p_values)
+    assert result == pytest.approx(plain_holm(p_values))
+    assert all(p_values[name] <= p <= 1 for name, p in result.items())
+
+
+def test_holm_by_hand() -> None:
+    result = holm({"a": 0.04, "b": 0.01, "c": 0.03, "d": 0.5})
+    assert result == pytest.approx({"a": 0.09, "b": 0.04, "c": 0.09, "d": 0.5})
+    assert {type(p) for p in result.values()} == {float}
+    assert holm({}) == {}
+
+
+def test_what_cannot_be_summed_up_is_told() -> None:
+    with pytest.raises(ConfigError, match="no items"):
+        accuracy([])
+    with pytest.raises(ConfigError, match="Item 1 has the score nan"):
+        accuracy([1, float("nan")])
+    with pytest.raises(ConfigError, match="One item"):
+        accuracy([0.5])
+    with pytest.raises(ConfigError, match=r"each of 3 items: got 2 in the shape \(2,\)"):
+        by_tercile([1, 2], [1, 2, 3], [1, 2, 3])
+    with pytest.raises(ConfigError, match="got 2 in the shape"):
+        by_tercile([1, float("nan"), 2], [1, 2, 3], [1, 2, 3])
+    with pytest.raises(ConfigError, match="three items at least, got 2"):
+        by_tercile([1, 2], [1, 2], [1, 2])
+    with pytest.raises(ConfigError, match="no tasks"):
+        pooled({})
+    with pytest.raises(ConfigError, match="gpqa: There are no items"):
+        pooled({"mmlu": ([1], [1]), "gpqa": ([], [])})
+    with pytest.raises(ConfigError, match="'b' has nan"):
+        holm({"a": 0.5, "b": float("nan")})
+    with pytest.raises(ConfigError, match=r"'a' has 1\.5"):
+        holm({"a": 1.5})

@@ -3,6 +3,9 @@
 KnnMoeError
 ├── ConfigError              a setting outside its range
 ├── ReferenceSetError        the reference set cannot be read or holds nothing
+├── TaskError                no such benchmark, or not in the form one has
+│   └── TaskDataError            its rows cannot be had, or its reference is in its test
+├── RunError                 results of an evaluation cannot be written or read
 ├── ModelError               the model cannot be loaded
 │   ├── UnsupportedModelError    it has no router this library can find or intercept
 │   └── ModelTooLargeError       it does not fit in memory
@@ -27,6 +30,18 @@ class ConfigError(KnnMoeError, ValueError):
 
 class ReferenceSetError(KnnMoeError, ValueError):
     """The reference set cannot be read, or holds nothing."""
+
+
+class TaskError(KnnMoeError, ValueError):
+    """There is no such benchmark, or it is not in the form one has."""
+
+
+class TaskDataError(TaskError):
+    """The rows of a benchmark cannot be had, or its reference is in its test."""
+
+
+class RunError(KnnMoeError):
+    """The results of an evaluation cannot be written, or cannot be read."""
 
 
 class ModelError(KnnMoeError):

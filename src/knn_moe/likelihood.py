@@ -7,7 +7,7 @@ passed: every token is real. Sums are in fp32 whatever the model's dtype.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -85,6 +85,60 @@ def continuation_scores(
     return scores
 
 
+@torch.no_grad()
+def choice_scores(
+    model: nn.Module, contexts: Tensor, options: Tensor, scored: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Log-likelihood of each option's scored tokens, and the contexts' mean loss per token.
+
+    One batch of contexts of one length, whose options are padded on the right: no token sees what
+    comes after it. Shapes: contexts [B, C]; options, scored (bool) [B, A, N] → [B, A], [B] fp32 on
+    the CPU; NaN for a context of one token.
+    """
+    device = input_device(model)
+    context, flat = contexts.to(device), options.to(device).flatten(0, 1)
+    rows, choices, length = options.shape
+    read = model(context, use_cache=True)
+    own = _losses(read.logits[:, :-1], context[:, 1:]).mean(dim=1).cpu()
+    cache = _repeated(getattr(read, "past_key_values", None), choices)
+    if cache is None:
+        whole = torch.cat([context.repeat_interleave(choices, dim=0), flat], dim=1)
+        logits = model(whole, use_cache=False).logits[:, -length - 1 : -1]
+        losses = _losses(logits, flat)
+    else:
+        first = read.logits[:, -1:].repeat_interleave(choices, dim=0)
+        losses = _losses(first, flat[:, :1])
+        if length > 1:
+            rest = model(flat[:, :-1], past_key_values=cache, use_cache=True).logits
+            losses = torch.cat([losses, _losses(rest, flat[:, 1:])], dim=1)
+    kept = losses.cpu().masked_fill(~scored.flatten(0, 1), 0.0)
+    return -kept.sum(dim=1).view(rows, choices), own
+
+
+@torch.no_grad()
+def mean_losses(model: nn.Module, texts: Sequence[Sequence[int]]) -> Tensor:
+    """The mean loss of each text's tokens but the first, NaN for one token: one batch, padded on
+    the right. Shapes: ids of T_b tokens each → [B] fp32, on the CPU."""
+    longest = max(map(len, texts))
+    ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])
+    ids = ids.to(input_device(model))
+    losses = _losses(model(ids, use_cache=False).logits[:, :-1], ids[:, 1:]).cpu()
+    sizes = torch.tensor([len(text) - 1 for text in texts])
+    inside = torch.arange(longest - 1) < sizes[:, None]
+    return losses.masked_fill(~inside, 0.0).sum(dim=1) / sizes
+
+
+def _repeated(cache: Any, times: int) -> DynamicCache | None:
+    """A context's cache for each of its continuations; None if it cannot be repeated.
+
+    By exact type: hybrid layers inherit a repeat that leaves their recurrent state as it was.
+    """
+    if type(cache) is not DynamicCache or any(type(x) not in _REPEATABLE for x in cache.layers):
+        return None
+    cache.batch_repeat_interleave(times)
+    return cache
+
+
 def _read_context_once(model: nn.Module, context: Tensor, options: Tensor) -> Tensor | None:
     """Scores by way of the context's cache; None if it cannot be repeated.
 
@@ -93,12 +147,10 @@ def _read_context_once(model: nn.Module, context: Tensor, options: Tensor) -> Te
     takes = inspect.signature(unwrap(model).forward).parameters
     only_last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
     read = model(context, use_cache=True, **only_last)
-    cache: Any = getattr(read, "past_key_values", None)
-    # By exact type: hybrid layers inherit a repeat that leaves their recurrent state as it was.
-    if type(cache) is not DynamicCache or any(type(x) not in _REPEATABLE for x in cache.layers):
-        return None
     rows, choices, length = options.shape
-    cache.batch_repeat_interleave(choices)
+    cache = _repeated(getattr(read, "past_key_values", None), choices)
+    if cache is None:
+        return None
     flat = options.flatten(0, 1)
     first = read.logits[:, -1:].repeat_interleave(choices, dim=0)
     rest = model(flat, past_key_values=cache, use_cache=True).logits[:, : length - 1]

@@ -1,13 +1,14 @@
-"""Is a difference real: paired statistics over test items.
+"""How good a score is and whether a difference is real: statistics over test items.
 
-Knows arrays of numbers; nothing of models or tasks.
+Knows arrays of numbers, and names to keep them apart; nothing of models or tasks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from statistics import NormalDist
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -17,6 +18,17 @@ Array: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 Scores: TypeAlias = Sequence[float] | np.ndarray[Any, np.dtype[Any]]
 
 _DRAWS: Final = 1 << 17  # items drawn at a time: 1 MB of indices, which stays in the cache
+_Z: Final = NormalDist().inv_cdf(0.975)  # standard errors on each side of a 95 % interval
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """A mean score, its 95 % interval, and of how many items it is."""
+
+    mean: float
+    low: float
+    high: float
+    items: int
 
 
 @dataclass(frozen=True)
@@ -31,6 +43,35 @@ class Comparison:
     @property
     def significant(self) -> bool:
         return self.p < 0.05
+
+
+class Terciles(NamedTuple):
+    """The same comparison in three equal parts of the items."""
+
+    low: Comparison
+    mid: Comparison
+    high: Comparison
+
+
+def accuracy(scores: Scores) -> Accuracy:
+    """The mean of one score for each item, with its 95 % interval.
+
+    Wilson's interval where every score is 0 or 1; otherwise the normal one, 1.96 standard errors
+    of the mean on each side. Shape: scores [n].
+    """
+    values, _ = _checked(scores, np.zeros(np.shape(scores)), None)
+    items, mean = len(values), float(values.mean())
+    if np.isin(values, (0, 1)).all():
+        shrink = 1 / (1 + _Z**2 / items)
+        centre = shrink * (mean + _Z**2 / (2 * items))
+        half = shrink * _Z * float(np.sqrt(mean * (1 - mean) / items + (_Z / (2 * items)) ** 2))
+        low, high = max(0.0, centre - half), min(1.0, centre + half)
+        # Of all wrong or all right, rounding would leave the mean just outside.
+        return Accuracy(mean, min(mean, low), max(mean, high), items)
+    if items == 1:
+        raise ConfigError(f"One item, with the score {mean}, says nothing of its spread: add more.")
+    half = _Z * float(values.std(ddof=1) / np.sqrt(items))
+    return Accuracy(mean, mean - half, mean + half, items)
 
 
 def paired_bootstrap(
@@ -50,6 +91,66 @@ def paired_bootstrap(
     Shapes: first, second, weights [n].
     """
     difference, weight = _checked(first, second, weights)
+    return _bootstrap(difference, weight, resamples, seed)
+
+
+def by_tercile(
+    perplexity: Scores, first: Scores, second: Scores, resamples: int = 10_000, seed: int = 0
+) -> Terciles:
+    """`paired_bootstrap` within each third of the items, by the base model's perplexity  (§5.2).
+
+    The thirds' sizes differ by one at most, the easier ones being larger; equal perplexities go by
+    the order of the items. Shapes: perplexity, first, second [n].
+    """
+    difference, _ = _checked(first, second, None)
+    order = np.asarray(perplexity, dtype=np.float64)
+    if order.shape != difference.shape or np.isnan(order).any():
+        raise ConfigError(
+            f"Terciles need a perplexity for each of {len(difference)} items: got "
+            f"{int((~np.isnan(order)).sum())} in the shape {order.shape}."
+        )
+    if len(difference) < 3:
+        raise ConfigError(f"Three groups need three items at least, got {len(difference)}.")
+    thirds = np.array_split(order.argsort(kind="stable"), 3)
+    return Terciles(*(_bootstrap(difference[part], None, resamples, seed) for part in thirds))
+
+
+def pooled(
+    parts: Mapping[str, tuple[Scores, Scores]], resamples: int = 10_000, seed: int = 0
+) -> Comparison:
+    """`paired_bootstrap` over the items of several tasks, one after the other (§5.1, "Avg.").
+
+    Every item counts the same, so a task counts by its size. Shapes: {task: (first [n], second
+    [n])}, each task with its own n.
+    """
+    if not parts:
+        raise ConfigError("There are no tasks to pool.")
+    differences = []
+    for name, (first, second) in parts.items():
+        try:
+            differences.append(_checked(first, second, None)[0])
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from None
+    return _bootstrap(np.concatenate(differences), None, resamples, seed)
+
+
+def holm(p_values: Mapping[str, float]) -> dict[str, float]:
+    """Holm's adjusted p-values: compared with 0.05, they keep 0.05 for the whole family.
+
+    The i-th smallest of m is multiplied by m - i + 1, and is no smaller than the one before it.
+    """
+    values = np.array(list(p_values.values()), dtype=np.float64)
+    for name, value in p_values.items():
+        if not 0 <= value <= 1:
+            raise ConfigError(f"A p-value is from 0 to 1, and {name!r} has {value}.")
+    order = values.argsort(kind="stable")
+    scaled = values[order] * np.arange(len(values), 0, -1)
+    adjusted = np.empty_like(values)
+    adjusted[order] = np.minimum(np.maximum.accumulate(scaled), 1)
+    return dict(zip(p_values, adjusted.tolist(), strict=True))
+
+
+def _bootstrap(difference: Array, weight: Array | None, resamples: int, seed: int) -> Comparison:
     if resamples < 1:
         raise ConfigError(f"resamples must be at least 1, got {resamples}.")
     means = _resampled_means(difference, weight, resamples, seed)

@@ -21,6 +21,9 @@ COMMANDS: Final[Mapping[str, str]] = {
     "generate": "Generate text with and without a memory.",
     "compress": "Make a memory small, and quick to search.",
     "merge": "Make one memory of several.",
+    "eval": "Put benchmarks to a model, with a memory and without.",
+    "compare": "Compare evaluated methods, with intervals and paired tests.",
+    "report": "Make one page of evaluated runs.",
     "demo": "See the method work on a small model that comes with the package.",
     "bench": "Measure speed against a named baseline.",
 }

@@ -34,8 +34,11 @@ class Mover:
 
 
 def write_report(result: DemoResult, path: Path) -> None:
+    write_page(render_report(result), path)
+
+
+def write_page(page: str, path: Path) -> None:
     """Write the page under a temporary name, then rename it: `path` is never half a page."""
-    page = render_report(result)
     partial = path.with_name(f".{path.name}.partial")
     try:
         # A token may hold half of a character; a reference to it reads as one unknown character.
@@ -46,6 +49,10 @@ def write_report(result: DemoResult, path: Path) -> None:
 
 
 def render_report(result: DemoResult) -> str:
+    return render("demo.html.j2", _context(result))
+
+
+def render(template: str, context: dict[str, Any]) -> str:
     environment = Environment(
         loader=FunctionLoader(_source),
         autoescape=True,
@@ -54,7 +61,7 @@ def render_report(result: DemoResult) -> str:
         lstrip_blocks=True,
     )
     environment.globals["say"] = words
-    return environment.get_template("demo.html.j2").render(_context(result))
+    return environment.get_template(template).render(context)
 
 
 def _source(name: str) -> str:

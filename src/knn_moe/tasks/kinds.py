@@ -1,0 +1,202 @@
+"""The forms of rows there are: how each is put to a model, and how an answer is judged.
+
+Prompts are the paper's (prompts.py); outputs are read by parsing.py, programs run by sandbox.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from knn_moe.tasks import prompts
+from knn_moe.tasks.parsing import (
+    complete_function,
+    parse_letter,
+    parse_number,
+    parse_program,
+    same_number,
+)
+from knn_moe.tasks.sandbox import run_program
+from knn_moe.tasks.task import GENERATION, LIKELIHOOD, TEXT, Options, Row, Verdict
+
+_WRONG: Final = Verdict(None, 0.0)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """{"question", "choices": [...], "answer": 0-based}. `bare`: the question is a beginning that
+    the choices go on from, such as HellaSwag's."""
+
+    bare: bool = False
+    max_new_tokens: int = 256
+    scorings: tuple[str, ...] = (GENERATION, LIKELIHOOD)
+
+    def check(self, row: Row) -> str | None:
+        choices = row.get("choices")
+        if not isinstance(row.get("question"), str) or not _texts(choices):
+            return 'needs a "question" and a list of "choices"'
+        count = len(choices)  # type: ignore[arg-type]  # just checked
+        if not 2 <= count <= len(prompts.LETTERS):
+            return f"has {count} choices, and 2 to {len(prompts.LETTERS)} can be asked"
+        answer = row.get("answer")
+        if not isinstance(answer, int) or isinstance(answer, bool) or not 0 <= answer < count:
+            return f'needs the "answer" as a number from 0 to {count - 1}, has {answer!r}'
+        return None
+
+    def question(self, row: Row) -> str:
+        return str(row["question"])
+
+    def prompt(self, row: Row) -> str:
+        return prompts.zero_shot(row["question"], row["choices"])
+
+    def completion(self, row: Row) -> str:
+        return prompts.answer_line(row["answer"])
+
+    def options(self, row: Row) -> Options:
+        question = row["question"] if self.bare else prompts.cloze(row["question"])
+        return Options(question, tuple(f" {choice}" for choice in row["choices"]), row["answer"])
+
+    def judge(self, output: str, row: Row) -> Verdict:
+        chosen = parse_letter(output, len(row["choices"]))
+        if chosen is None:
+            return _WRONG
+        return Verdict(prompts.LETTERS[chosen], float(chosen == row["answer"]))
+
+
+@dataclass(frozen=True)
+class Number:
+    """{"question", "solution", "answer"}: a word problem and its number."""
+
+    max_new_tokens: int = 400
+    scorings: tuple[str, ...] = (GENERATION,)
+
+    def check(self, row: Row) -> str | None:
+        if _has_texts(row, "question", "answer"):
+            return None
+        return 'needs a "question" and an "answer", both texts'
+
+    def question(self, row: Row) -> str:
+        return str(row["question"])
+
+    def prompt(self, row: Row) -> str:
+        return prompts.word_problem(row["question"])
+
+    def completion(self, row: Row) -> str:
+        return f"{row.get('solution', '')}\nThe answer is {row['answer']}.".strip()
+
+    def options(self, row: Row) -> Options:
+        raise NotImplementedError("A number has no choices.")
+
+    def judge(self, output: str, row: Row) -> Verdict:
+        number = parse_number(output)
+        if number is None:
+            return _WRONG
+        return Verdict(number, float(same_number(number, row["answer"])))
+
+
+@dataclass(frozen=True)
+class Program:
+    """{"prompt", "code", "tests": [...]}, perhaps "setup": a program that must pass its tests."""
+
+    max_new_tokens: int = 400
+    scorings: tuple[str, ...] = (GENERATION,)
+
+    def check(self, row: Row) -> str | None:
+        if _has_texts(row, "prompt") and _texts(row.get("tests")):
+            return None
+        return 'needs a "prompt" and a list of "tests"'
+
+    def question(self, row: Row) -> str:
+        return str(row["prompt"])
+
+    def prompt(self, row: Row) -> str:
+        return prompts.program(row["prompt"], row["tests"])
+
+    def completion(self, row: Row) -> str:
+        return f"```python\n{row['code'].strip()}\n```"
+
+    def options(self, row: Row) -> Options:
+        raise NotImplementedError("A program has no choices.")
+
+    def judge(self, output: str, row: Row) -> Verdict:
+        code = parse_program(output)
+        if code is None:
+            return _WRONG
+        whole = "\n".join([code, row.get("setup") or "", *row["tests"]])
+        return Verdict(code, float(run_program(whole).passed))
+
+
+@dataclass(frozen=True)
+class Function:
+    """{"prompt", "code", "tests": [a check(candidate) program], "entry_point"}: HumanEval's."""
+
+    max_new_tokens: int = 400
+    scorings: tuple[str, ...] = (GENERATION,)
+
+    def check(self, row: Row) -> str | None:
+        if _has_texts(row, "prompt", "entry_point") and _texts(row.get("tests")):
+            return None
+        return 'needs a "prompt", an "entry_point" and a list of "tests"'
+
+    def question(self, row: Row) -> str:
+        return str(row["prompt"])
+
+    def prompt(self, row: Row) -> str:
+        return prompts.completion(row["prompt"])
+
+    def completion(self, row: Row) -> str:
+        return f"```python\n{row['prompt']}{row['code'].rstrip()}\n```"
+
+    def options(self, row: Row) -> Options:
+        raise NotImplementedError("A function has no choices.")
+
+    def judge(self, output: str, row: Row) -> Verdict:
+        code = complete_function(row["prompt"], output, row["entry_point"])
+        whole = "\n".join([code, *row["tests"], f"check({row['entry_point']})"])
+        return Verdict(code, float(run_program(whole).passed))
+
+
+@dataclass(frozen=True)
+class Text:
+    """{"text"}: every token is asked for."""
+
+    max_new_tokens: int = 0
+    scorings: tuple[str, ...] = (TEXT,)
+
+    def check(self, row: Row) -> str | None:
+        return None if _has_texts(row, "text") else 'needs a "text"'
+
+    def question(self, row: Row) -> str:
+        return str(row["text"])
+
+    def prompt(self, row: Row) -> str:
+        return ""
+
+    def completion(self, row: Row) -> str:
+        return str(row["text"])
+
+    def options(self, row: Row) -> Options:
+        raise NotImplementedError("A text has no choices.")
+
+    def judge(self, output: str, row: Row) -> Verdict:
+        raise NotImplementedError("A text is not generated.")
+
+
+def kind_of(row: Row) -> Choice | Number | Function | Program | Text | None:
+    """The kind whose form a row has, if any."""
+    for kind in (Choice(), Function(), Program(), Number(), Text()):
+        if kind.check(row) is None:
+            return kind
+    return None
+
+
+def _texts(value: Any) -> bool:
+    return (
+        isinstance(value, list | tuple)
+        and bool(value)
+        and all(isinstance(part, str) for part in value)
+    )
+
+
+def _has_texts(row: Row, *fields: str) -> bool:
+    return all(isinstance(row.get(field), str) for field in fields)

@@ -1,0 +1,155 @@
+"""The prompts, against text written down from the paper and against the paper itself."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from knn_moe.errors import ConfigError
+from knn_moe.tasks.prompts import (
+    LETTERS,
+    Shot,
+    answer_line,
+    cloze,
+    completion,
+    few_shot,
+    program,
+    word_problem,
+    zero_shot,
+)
+
+PAPER = Path(__file__).resolve().parents[2] / "shared" / "paper.tex"
+GASES = ["helium", "neon", "argon", "krypton"]
+
+
+@pytest.fixture
+def listings() -> list[str]:
+    """The paper's templates: zero-shot, 5-shot."""
+    if not PAPER.exists():
+        pytest.skip(f"no paper at {PAPER}")
+    _, _, appendix = PAPER.read_text(encoding="utf8").partition(r"\label{app:prompts}")
+    return re.findall(r"\\begin\{lstlisting\}\[.*?^\]\n(.*?)\n\\end", appendix, re.S | re.M)[:2]
+
+
+def placeholders(name: str) -> list[str]:
+    return [f"{{{name}[{at}]}}" for at in range(4)]
+
+
+def test_zero_shot() -> None:
+    assert zero_shot("Which gas?", GASES) == (
+        "What is the correct answer to this question: Which gas?\n"
+        "\n"
+        "Choices:\n"
+        "(A) helium\n"
+        "(B) neon\n"
+        "(C) argon\n"
+        "(D) krypton\n"
+        "\n"
+        "Answer with the format: The correct answer is (X)."
+    )
+
+
+def test_few_shot() -> None:
+    shots = [Shot("One?", ["a", "b", "c", "d"], 1), Shot("Two?", ["e", "f"], 0)]
+    assert few_shot(shots, "Which gas?", GASES) == (
+        "Here are some example expert multiple-choice questions. "
+        "After the examples, answer the final question.\n"
+        "\n"
+        "Question: One?\n"
+        "Choices:\n"
+        "(A) a\n"
+        "(B) b\n"
+        "(C) c\n"
+        "(D) d\n"
+        "The correct answer is (B)\n"
+        "\n"
+        "Question: Two?\n"
+        "Choices:\n"
+        "(A) e\n"
+        "(B) f\n"
+        "The correct answer is (A)\n"
+        "\n"
+        "Question: Which gas?\n"
+        "Choices:\n"
+        "(A) helium\n"
+        "(B) neon\n"
+        "(C) argon\n"
+        "(D) krypton"
+    )
+
+
+def test_zero_shot_is_the_papers_listing(listings: list[str]) -> None:
+    assert zero_shot("{question}", placeholders("choices")) == listings[0]
+
+
+def test_few_shot_is_the_papers_listing(listings: list[str]) -> None:
+    # What stands for the middle examples goes, and the letter of an answer becomes a placeholder.
+    listing = listings[1].replace("Choices: \n", "Choices:\n")
+    listing = listing.replace("... [3 more examples] ...\n\n", "")
+    shots = [Shot(f"{{{s}.question}}", placeholders(f"{s}.choices"), 0) for s in ("s1", "s5")]
+    ours = few_shot(shots, "{target.question}", placeholders("target.choices"))
+    for shot in ("s1", "s5"):
+        ours = ours.replace("is (A)", f"is ({{{shot}.answer}})", 1)
+    assert ours == listing
+
+
+def test_letters_go_on_beyond_four() -> None:
+    asked = zero_shot("Which?", [f"choice {at}" for at in range(26)])
+    assert "\n(E) choice 4\n" in asked
+    assert "\n(J) choice 9\n" in asked
+    assert "\n(Z) choice 25\n\nAnswer" in asked
+    assert few_shot([], "Which?", ["x"] * 5).endswith("\n(E) x")
+
+
+@pytest.mark.parametrize("count", [0, 27])
+def test_choices_without_a_letter_are_told(count: int) -> None:
+    with pytest.raises(ConfigError, match=f"got {count}"):
+        zero_shot("Which?", ["x"] * count)
+    with pytest.raises(ConfigError, match=f"got {count}"):
+        few_shot([], "Which?", ["x"] * count)
+
+
+@pytest.mark.parametrize("answer", [-1, 2])
+def test_a_shot_needs_an_answer_among_its_choices(answer: int) -> None:
+    with pytest.raises(ConfigError, match=f"no choice {answer} among 2"):
+        Shot("Which?", ["x", "y"], answer)
+
+
+def test_answer_line() -> None:
+    assert answer_line(1) == "The correct answer is (B)."
+    assert [answer_line(at)[-3] for at in range(26)] == list(LETTERS)
+    for answer in (-1, 26):
+        with pytest.raises(ConfigError, match=f"Choice {answer} has no letter"):
+            answer_line(answer)
+
+
+def test_cloze() -> None:
+    assert cloze("Which gas?") == "Question: Which gas?\nAnswer:"
+
+
+def test_word_problem() -> None:
+    asked = word_problem("How many eggs?")
+    assert asked.startswith("How many eggs?\n")
+    assert '"The answer is N."' in asked
+    assert asked.count("\n") == 1
+
+
+def test_program() -> None:
+    tests = ["assert add(1, 2) == 3", "assert add(0, 0) == 0"]
+    assert program("Write a function to add.", tests) == (
+        "You are an expert Python programmer, and here is your task: Write a function to add. "
+        "Your code should pass these tests:\n"
+        "\n"
+        "assert add(1, 2) == 3\n"
+        "assert add(0, 0) == 0\n"
+        "\n"
+        "Answer with the code in a ```python block."
+    )
+
+
+def test_completion() -> None:
+    asked = completion('\n\ndef add(a, b):\n    """Add."""\n')
+    assert asked.endswith('\n\n```python\ndef add(a, b):\n    """Add."""\n```')
+    assert "Complete this Python function" in asked
