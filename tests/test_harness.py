@@ -32,8 +32,11 @@ from knn_moe.errors import (
     MemoryMismatchError,
     MissingDependencyError,
 )
+from knn_moe.evaluation.run import EvalConfig, evaluate
 from knn_moe.harness import KnnMoeLM, main
 from knn_moe.intercept import hook_on
+from knn_moe.methods import KnnMoe, ZeroShot
+from knn_moe.tasks import Choice, Task, TaskData
 
 pytestmark = pytest.mark.usefixtures("one_thread", "offline")
 
@@ -229,15 +232,37 @@ def test_the_command_runs_with_the_model(
     assert_same(found, plain(network, words))
 
 
+@pytest.mark.parametrize("memory", [False, True])
+def test_our_own_evaluation_gives_the_same(
+    memory: bool, manager: TaskManager, network: Any, words: Any, remembered: str, tmp_path: Path
+) -> None:
+    rows = [dict(zip(("question", "choices", "answer"), row, strict=True)) for row in QUIZ]
+    task = Task(name="quiz", title="Quiz", kind=Choice(), files="quiz")
+    method = KnnMoe(RoutingMemory.from_pretrained(remembered)) if memory else ZeroShot()
+    config = EvalConfig(scoring="likelihood", batch_size=4)
+    data = TaskData(task, rows, [], "made up")
+    run = evaluate(network, words, data, method, config, folder=tmp_path / "run")
+    samples = sorted(run.samples, key=lambda sample: int(sample.id))
+    plain_score, score = (
+        sum(getattr(sample, name) for sample in samples) / len(samples)
+        for name in ("plain_score", "score")
+    )
+    likelihoods = torch.tensor([sample.likelihoods for sample in samples])
+    args = f"pretrained=tiny-olmoe,dtype=float32{f',memory={remembered}' if memory else ''}"
+    found = harness(manager, "knn-moe", model_args=args, batch_size=4, device="cpu")
+    assert_same(found, Scores(likelihoods, plain_score, score))
+
+
 def test_the_command_tells_our_errors_in_a_line(
-    remembered: str, monkeypatch: pytest.MonkeyPatch
+    remembered: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def evaluate() -> None:
         KnnMoeLM("tiny-olmoe", memory=remembered, index="fats")
 
     monkeypatch.setattr("knn_moe.harness.cli_evaluate", evaluate)
-    with pytest.raises(SystemExit, match="Error: Unknown index 'fats'"):
+    with pytest.raises(SystemExit, match="2"):
         main()
+    assert "Error: Unknown index 'fats'" in capsys.readouterr().err
 
 
 def test_a_missing_harness_names_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:

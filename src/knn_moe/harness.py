@@ -10,6 +10,7 @@ command line. What a task is and how it is scored, lm_eval knows; what a memory 
 
 from __future__ import annotations
 
+import sys
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -77,7 +78,8 @@ def main() -> None:
     try:
         cli_evaluate()
     except KnnMoeError as error:
-        raise SystemExit(f"Error: {error}") from None
+        sys.stderr.write(f"Error: {error}\n")
+        raise SystemExit(2) from None
 
 
 if __name__ == "__main__":

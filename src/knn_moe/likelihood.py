@@ -6,8 +6,9 @@ passed: every token is real. Sums are in fp32 whatever the model's dtype.
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -97,22 +98,49 @@ def choice_scores(
     """
     device = input_device(model)
     context, flat = contexts.to(device), options.to(device).flatten(0, 1)
-    rows, choices, length = options.shape
     read = model(context, use_cache=True)
     own = _losses(read.logits[:, :-1], context[:, 1:]).mean(dim=1).cpu()
-    cache = _repeated(getattr(read, "past_key_values", None), choices)
-    if cache is None:
-        whole = torch.cat([context.repeat_interleave(choices, dim=0), flat], dim=1)
-        logits = model(whole, use_cache=False).logits[:, -length - 1 : -1]
-        losses = _losses(logits, flat)
+    choices = options.shape[1]
+    kept = scored.flatten(0, 1)
+    losses = torch.zeros(kept.shape)
+    losses[:, :1] = _losses(
+        read.logits[:, -1:].repeat_interleave(choices, dim=0), flat[:, :1]
+    ).cpu()
+    cache = getattr(read, "past_key_values", None)
+    for rows, length in _by_length(kept):
+        part = flat[rows.to(device), :length]
+        asking = (rows // choices).to(device)
+        losses[rows, 1:length] = _rest(model, context[asking], part, cache, asking).cpu()
+    total = losses.masked_fill(~kept, 0.0).sum(dim=1)
+    return -total.view(options.shape[:2]), own
+
+
+def _by_length(kept: Tensor) -> Iterator[tuple[Tensor, int]]:
+    """Rows of more than one token, with others at most twice as long, and the longest's length.
+
+    Options differ in length: padded all alike, most of what a model would read is padding.
+    """
+    places = torch.arange(1, kept.shape[1] + 1)
+    lengths = (kept * places).amax(dim=1)
+    for power in range(1, kept.shape[1].bit_length()):
+        rows = ((lengths >= 2**power) & (lengths < 2 ** (power + 1))).nonzero().squeeze(1)
+        if len(rows):
+            yield rows, int(lengths[rows].max())
+
+
+def _rest(model: nn.Module, context: Tensor, options: Tensor, cache: Any, rows: Tensor) -> Tensor:
+    """Losses of the options' tokens but the first; by way of the contexts' cache, if it has rows
+    that can be chosen. Shapes: context [b, C]; options [b, N]; rows [b] of the cache → [b, N - 1].
+    """
+    if _repeatable(cache):
+        chosen = copy.deepcopy(cache)
+        chosen.batch_select_indices(rows)
+        logits = model(options[:, :-1], past_key_values=chosen, use_cache=True).logits
     else:
-        first = read.logits[:, -1:].repeat_interleave(choices, dim=0)
-        losses = _losses(first, flat[:, :1])
-        if length > 1:
-            rest = model(flat[:, :-1], past_key_values=cache, use_cache=True).logits
-            losses = torch.cat([losses, _losses(rest, flat[:, 1:])], dim=1)
-    kept = losses.cpu().masked_fill(~scored.flatten(0, 1), 0.0)
-    return -kept.sum(dim=1).view(rows, choices), own
+        whole = torch.cat([context, options], dim=1)
+        length = options.shape[1]
+        logits = model(whole, use_cache=False).logits[:, -length:-1]
+    return _losses(logits, options[:, 1:])
 
 
 @torch.no_grad()
@@ -128,15 +156,12 @@ def mean_losses(model: nn.Module, texts: Sequence[Sequence[int]]) -> Tensor:
     return losses.masked_fill(~inside, 0.0).sum(dim=1) / sizes
 
 
-def _repeated(cache: Any, times: int) -> DynamicCache | None:
-    """A context's cache for each of its continuations; None if it cannot be repeated.
+def _repeatable(cache: Any) -> bool:
+    """Whether rows of a cache can be repeated and chosen.
 
     By exact type: hybrid layers inherit a repeat that leaves their recurrent state as it was.
     """
-    if type(cache) is not DynamicCache or any(type(x) not in _REPEATABLE for x in cache.layers):
-        return None
-    cache.batch_repeat_interleave(times)
-    return cache
+    return type(cache) is DynamicCache and all(type(x) in _REPEATABLE for x in cache.layers)
 
 
 def _read_context_once(model: nn.Module, context: Tensor, options: Tensor) -> Tensor | None:
@@ -148,9 +173,10 @@ def _read_context_once(model: nn.Module, context: Tensor, options: Tensor) -> Te
     only_last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
     read = model(context, use_cache=True, **only_last)
     rows, choices, length = options.shape
-    cache = _repeated(getattr(read, "past_key_values", None), choices)
-    if cache is None:
+    cache: Any = getattr(read, "past_key_values", None)
+    if not _repeatable(cache):
         return None
+    cache.batch_repeat_interleave(choices)
     flat = options.flatten(0, 1)
     first = read.logits[:, -1:].repeat_interleave(choices, dim=0)
     rest = model(flat, past_key_values=cache, use_cache=True).logits[:, : length - 1]

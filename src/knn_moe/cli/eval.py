@@ -97,6 +97,8 @@ def _evaluate(
     model: str, tasks: tuple[str, ...], methods: tuple[str, ...], output: Path, options: Any
 ) -> list[Run]:
     from knn_moe.evaluation.run import EvalConfig, evaluate
+    from knn_moe.index import IndexConfig
+    from knn_moe.memory import RoutingMemory
     from knn_moe.tasks import open_task
 
     config = EvalConfig(
@@ -105,8 +107,13 @@ def _evaluate(
     )
     wants_reference = "knn" in methods and options["memory"] is None
     data = [open_task(task, options["data"], reference=wants_reference) for task in tasks]
-    for each in data:  # what cannot be scored so is told before the model loads
+    # What cannot be done is told before the model loads.
+    for each in data:
         config.scoring_of(each)
+    if options["index"]:
+        options["index"] = IndexConfig(kind=options["index"])
+    if options["memory"] is not None and "knn" in methods:
+        options["memory"] = RoutingMemory.from_pretrained(options["memory"])
     network, tokenizer = load_model(model, options["device"], _dtype(options))
     runs = []
     for each in data:
@@ -147,17 +154,12 @@ def _method(
 ) -> Method:
     from dataclasses import replace
 
-    from knn_moe.index import IndexConfig
-    from knn_moe.memory import RoutingMemory
     from knn_moe.methods import KnnMoe, ZeroShot
 
     if name == "zero-shot":
         return ZeroShot()
-    if options["memory"] is not None:
-        memory = RoutingMemory.from_pretrained(options["memory"])
-    else:
-        memory = _built(model, tokenizer, data, config, output, options)
-    index = IndexConfig(kind=options["index"]) if options["index"] else None
+    memory = options["memory"] or _built(model, tokenizer, data, config, output, options)
+    index = options["index"]
     return KnnMoe(memory, replace(memory.routing, index=index) if index else None)
 
 

@@ -1,0 +1,368 @@
+"""Evaluation: the right numbers, the same ones again, whatever the batch size and after a kill."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from knn_moe import BuildConfig, Example, build_memory
+from knn_moe.embedded import embedded_model
+from knn_moe.errors import ConfigError, RunError, TaskDataError
+from knn_moe.evaluation import answers
+from knn_moe.evaluation.compare import AVERAGE, compare_runs, matched
+from knn_moe.evaluation.questions import batches, chosen_rows, prompt_ids
+from knn_moe.evaluation.reference import reference_examples
+from knn_moe.evaluation.run import EvalConfig, ask, evaluate
+from knn_moe.evaluation.runs import Run, read_run, read_runs
+from knn_moe.evaluation.sample import Sample
+from knn_moe.methods import KnnMoe, Method, ZeroShot
+from knn_moe.report.runs import render_runs
+from knn_moe.tasks import Choice, Number, Task, TaskData, Text
+
+WORDS = "a stone the river some bread green light one mountain two birds rain".split()  # noqa: SIM905
+LIKELY = EvalConfig(scoring="likelihood", batch_size=4)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(embedded_model("tiny-olmoe"))
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    place = embedded_model("tiny-olmoe")
+    return AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
+
+
+def questions(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    draw = torch.Generator().manual_seed(seed)
+
+    def words(number: int) -> str:
+        chosen = torch.randint(len(WORDS), (number,), generator=draw)
+        return " ".join(WORDS[place] for place in chosen)
+
+    made = []
+    for number in range(count):
+        length, count_of = (int(torch.randint(2, top, (1,), generator=draw)) for top in (9, 6))
+        choices = [f"{words(1 + place % 3)} {place}" for place in range(count_of)]
+        asked = f"Question number {number} of set {seed}: {words(length)}?"
+        made.append({"id": f"{seed}-{number}", "question": asked, "choices": choices,
+                     "answer": number % count_of})  # fmt: skip
+    return made
+
+
+@pytest.fixture(scope="module")
+def quiz() -> TaskData:
+    task = Task(name="quiz", title="Quiz", kind=Choice(), files="quiz")
+    return TaskData(task, questions(18), questions(6, seed=1), "made up")
+
+
+@pytest.fixture(scope="module")
+def knn(model: PreTrainedModel, tokenizer: Any, quiz: TaskData) -> KnnMoe:
+    examples = reference_examples(tokenizer, quiz, "likelihood")
+    return KnnMoe(build_memory(model, tokenizer, examples, BuildConfig(preset="strong")))
+
+
+def by_hand(model: PreTrainedModel, tokenizer: Any, row: dict[str, Any]) -> list[float]:
+    """Each choice read whole, one after the other, without cache, padding or batches."""
+    context = f"Question: {row['question']}\nAnswer:"
+    start = len(tokenizer(context)["input_ids"])
+    found = []
+    for choice in row["choices"]:
+        ids = torch.tensor([tokenizer(f"{context} {choice}")["input_ids"]])
+        with torch.no_grad():
+            likely = model(ids, use_cache=False).logits[0, :-1].float().log_softmax(dim=-1)
+        tokens = likely.gather(1, ids[0, 1:, None]).squeeze(1)
+        found.append(tokens[start - 1 :].sum().item())
+    return found
+
+
+@pytest.mark.parametrize("method_name", ["zero-shot", "knn"])
+@pytest.mark.parametrize("size", [1, 16])
+def test_likelihoods_are_those_of_a_plain_loop(
+    method_name: str,
+    size: int,
+    model: PreTrainedModel,
+    tokenizer: Any,
+    quiz: TaskData,
+    knn: KnnMoe,
+    tmp_path: Path,
+) -> None:
+    method: Method = knn if method_name == "knn" else ZeroShot()
+    config = EvalConfig(scoring="likelihood", batch_size=size)
+    run = evaluate(model, tokenizer, quiz, method, config, folder=tmp_path / "run")
+    found = {sample.id: sample for sample in run.samples}
+    assert len(found) == 18
+    with method.on(model):
+        for row in quiz.test:
+            expected = by_hand(model, tokenizer, row)
+            sample = found[row["id"]]
+            assert sample.likelihoods == pytest.approx(expected, abs=2e-3)
+            even = [a / len(b) for a, b in zip(expected, row["choices"], strict=True)]
+            if not sample.near_tie:
+                assert sample.parsed == "ABCDE"[even.index(max(even))]
+            assert sample.score == (sample.parsed == "ABCDE"[row["answer"]])
+
+
+def test_a_memory_changes_the_answers_and_comes_off(
+    model: PreTrainedModel, tokenizer: Any, quiz: TaskData, knn: KnnMoe, tmp_path: Path
+) -> None:
+    alone = evaluate(model, tokenizer, quiz, ZeroShot(), LIKELY, folder=tmp_path / "zero-shot")
+    recalled = evaluate(model, tokenizer, quiz, knn, LIKELY, folder=tmp_path / "knn")
+    again = evaluate(model, tokenizer, quiz, ZeroShot(), LIKELY, folder=tmp_path / "again")
+    assert alone.samples == again.samples
+    pairs = matched(recalled, alone)
+    assert all(ours.likelihoods != theirs.likelihoods for ours, theirs in pairs)
+
+
+def test_two_runs_are_the_same_to_the_last_byte(
+    model: PreTrainedModel, tokenizer: Any, quiz: TaskData, knn: KnnMoe, tmp_path: Path
+) -> None:
+    for name in ("one", "two"):
+        evaluate(model, tokenizer, quiz, knn, LIKELY, folder=tmp_path / name)
+    one, two = ((tmp_path / name / "samples.jsonl").read_bytes() for name in ("one", "two"))
+    assert one == two
+
+
+class KilledError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_after_a_kill_it_goes_on_to_the_same_result(
+    torn: bool, model: PreTrainedModel, tokenizer: Any, quiz: TaskData, tmp_path: Path
+) -> None:
+    whole = evaluate(model, tokenizer, quiz, ZeroShot(), LIKELY, folder=tmp_path / "whole")
+
+    def kill(done: int, total: int) -> None:
+        if done > total // 2:
+            raise KilledError
+
+    folder = tmp_path / "killed"
+    with pytest.raises(KilledError):
+        evaluate(model, tokenizer, quiz, ZeroShot(), LIKELY, folder=folder, on_progress=kill)
+    samples = folder / "samples.jsonl"
+    assert 0 < len(read_run(folder).samples) < 18
+    if torn:  # in the middle of a batch, and of a line
+        samples.write_bytes(samples.read_bytes()[:-40])
+    with pytest.raises(RunError, match="Not finished: quiz/zero-shot"):
+        read_runs(tmp_path)
+    resumed = evaluate(model, tokenizer, quiz, ZeroShot(), LIKELY, folder=folder, resume=True)
+    assert sorted(resumed.samples, key=by_id) == sorted(whole.samples, key=by_id)
+    lines = samples.read_text(encoding="utf8").splitlines()
+    assert len(lines) == len({json.loads(line)["id"] for line in lines}) == 18
+
+
+def by_id(sample: Sample) -> str:
+    return sample.id
+
+
+def test_a_run_that_is_there_is_not_written_over(
+    model: PreTrainedModel, tokenizer: Any, quiz: TaskData, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    evaluate(model, tokenizer, quiz, ZeroShot(), LIKELY, folder=folder)
+    with pytest.raises(RunError, match="--resume, or replace it with --overwrite"):
+        evaluate(model, tokenizer, quiz, ZeroShot(), LIKELY, folder=folder)
+    other = EvalConfig(scoring="likelihood", batch_size=5)
+    with pytest.raises(RunError, match=r"has settings .*cannot be gone on with"):
+        evaluate(model, tokenizer, quiz, ZeroShot(), other, folder=folder, resume=True)
+    evaluate(model, tokenizer, quiz, ZeroShot(), other, folder=folder, overwrite=True)
+
+
+def test_generation_is_parsed_and_scored(
+    model: PreTrainedModel, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model's own words for each prompt alone, and the score of a right output."""
+    rows = [{"question": f"What is {number} + 1? {'Well? ' * number}", "answer": str(number + 1)}
+            for number in range(5)]  # fmt: skip
+    task = Task(name="sums", title="Sums", kind=Number(), files="sums")
+    data = TaskData(task, rows, [], "made up")
+    config = EvalConfig(batch_size=3, max_new_tokens=8)
+    run = evaluate(model, tokenizer, data, ZeroShot(), config, folder=tmp_path / "run")
+    for sample in run.samples:
+        row = rows[int(sample.id)]
+        ids = torch.tensor([prompt_ids(tokenizer, task.kind.prompt(row))])
+        written = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
+        alone = tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)
+        assert sample.output == alone
+        assert sample.score == task.kind.judge(alone, row).score
+        with torch.no_grad():
+            loss = model(ids, labels=ids).loss
+        assert sample.nll == pytest.approx(loss.item(), abs=1e-4)
+    right = [f"The answer is {row['answer']}." for row in rows[:3]]
+    monkeypatch.setattr(answers, "_generate", lambda *_: right)
+    answer = answers.by_generation(model, tokenizer, task, 8)
+    assert [sample.score for sample in answer(ask(tokenizer, data, config).questions[:3], 0)] == [
+        1
+    ] * 3
+
+
+def test_text_is_scored_by_windows(model: PreTrainedModel, tokenizer: Any, tmp_path: Path) -> None:
+    task = Task(name="words", title="Words", kind=Text(), files="words")
+    texts = [{"text": " ".join(WORDS * 4)}, {"text": " ".join(reversed(WORDS * 3))}]
+    data = TaskData(task, texts, [], "made up")
+    config = EvalConfig(length=32, batch_size=2)
+    run = evaluate(model, tokenizer, data, ZeroShot(), config, folder=tmp_path / "run")
+    ids = [token for row in texts for token in tokenizer(row["text"])["input_ids"]]
+    assert len(run.samples) == len(ids) // 32
+    window = torch.tensor([ids[32:64]])
+    with torch.no_grad():
+        output = model(window, labels=window)
+    sample = next(sample for sample in run.samples if sample.id == "window-1")
+    assert sample.nll == pytest.approx(output.loss.item(), abs=1e-4)
+    likeliest = output.logits[0, :-1].argmax(dim=-1)
+    assert sample.score == pytest.approx((likeliest == window[0, 1:]).float().mean().item())
+    with pytest.raises(TaskDataError, match="tokens of text, and a window has 100000"):
+        ask(tokenizer, data, EvalConfig(length=100000))
+
+
+def test_questions_are_drawn_and_put_in_batches_the_same_way_every_time(
+    tokenizer: Any, quiz: TaskData
+) -> None:
+    few = [name for name, _ in chosen_rows(quiz, 5, seed=3)]
+    assert few == [name for name, _ in chosen_rows(quiz, 5, seed=3)]
+    assert few != [name for name, _ in chosen_rows(quiz, 5, seed=4)]
+    asked = ask(tokenizer, quiz, LIKELY)
+    assert sorted(place for batch in asked.batches for place in batch) == list(range(18))
+    for batch in asked.batches:
+        assert len(batch) <= 4
+        assert len({len(asked.questions[place].ids) for place in batch}) == 1
+    lengths = [len(asked.questions[batch[0]].ids) for batch in asked.batches]
+    assert lengths == sorted(lengths)
+    assert max(map(len, batches(asked.questions, 7, one_length=False))) == 7
+
+
+def test_what_a_memory_remembers_is_what_will_be_asked(tokenizer: Any, quiz: TaskData) -> None:
+    row = quiz.reference[0]
+    right = f" {row['choices'][row['answer']]}"
+    (example,) = reference_examples(tokenizer, quiz, "likelihood", limit=1, seed=1)[:1]
+    assert example.prompt.startswith("Question: Question number")
+    examples = reference_examples(tokenizer, quiz, "likelihood")
+    assert examples[0] == Example(f"Question: {row['question']}\nAnswer:", right)
+    spoken = reference_examples(tokenizer, quiz, "generation")[0]
+    letter = "ABCDE"[row["answer"]]
+    text = spoken.completion or str(spoken.messages)
+    assert f"The correct answer is ({letter})." in text
+    with pytest.raises(TaskDataError, match="has no reference set here: give a memory"):
+        reference_examples(tokenizer, TaskData(quiz.task, quiz.test, [], ""), "likelihood")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"scoring": "guess"}, "Unknown scoring 'guess'. Available: generation"),
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"limit": 0}, "limit must be at least 1"),
+        ({"length": 1}, "length must be at least 2"),
+    ],
+)
+def test_settings_out_of_range_are_told(wrong: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        EvalConfig(**wrong)
+
+
+def test_a_scoring_that_a_task_does_not_have(quiz: TaskData) -> None:
+    with pytest.raises(
+        ConfigError, match="quiz is scored by generation or likelihood, not by text"
+    ):
+        EvalConfig(scoring="text").scoring_of(quiz)
+
+
+def test_nothing_of_a_secret_task_is_written(
+    model: PreTrainedModel, tokenizer: Any, tmp_path: Path
+) -> None:
+    task = Task(name="hush", title="Hush", kind=Choice(), files="hush", secret=True)
+    data = TaskData(task, questions(3), [], "made up")
+    config = EvalConfig(scoring="generation", max_new_tokens=4)
+    run = evaluate(model, tokenizer, data, ZeroShot(), config, folder=tmp_path / "hush")
+    evaluate(model, tokenizer, data, ZeroShot(), LIKELY, folder=tmp_path / "likely")
+    written = "".join(path.read_text(encoding="utf8") for path in tmp_path.rglob("*.json*"))
+    page = render_runs([run], "zero-shot", resamples=10)
+    for row in data.test:
+        for text in (row["question"], *row["choices"]):
+            assert text not in written
+            assert text not in page
+    assert "output" not in written
+
+
+# Side by side
+
+
+def made_run(method: str, scores: list[float], task: str = "quiz", **facts: Any) -> Run:
+    samples = [
+        Sample(id=f"{place:03}", prompt="p", score=score, nll=2.0 + place / 100, batch=0,
+               parsed="A", margin=0.5)
+        for place, score in enumerate(scores)
+    ]  # fmt: skip
+    known = {"task": task, "title": task, "method": method, "scoring": "likelihood", "asked": "x"}
+    known |= {"data": "", "device": "cpu", "dtype": "float32"}
+    more = {"finished": True, "reference": 0, "seconds": 1.0, "model": {"name": "m"}}
+    return Run({**known, **more, **facts}, samples)
+
+
+def test_runs_side_by_side() -> None:
+    base = made_run("zero-shot", [0.0, 1.0] * 50)
+    better = made_run("knn", [0.0, 1.0, 1.0, 1.0] * 25)
+    lines = compare_runs([better, base], "zero-shot", resamples=500)
+    assert [line.method for line in lines] == ["zero-shot", "knn"]
+    alone, knn = lines
+    assert alone.change is None
+    assert alone.score.mean == 0.5
+    assert knn.change is not None
+    assert knn.change.difference == pytest.approx(0.25)
+    assert knn.change.significant
+    assert knn.adjusted_p == knn.change.p
+    assert knn.by_perplexity is not None
+    assert set(knn.by_perplexity) == {"low", "mid", "high"}
+
+
+def test_the_average_is_over_all_questions() -> None:
+    runs = [
+        made_run("zero-shot", [1.0] * 30, "a"), made_run("knn", [1.0] * 30, "a"),
+        made_run("zero-shot", [0.0] * 10, "b"), made_run("knn", [1.0] * 10, "b"),
+        made_run("zero-shot", [0.5] * 5, "c", scoring="text"),
+        made_run("knn", [0.5] * 5, "c", scoring="text"),
+    ]  # fmt: skip
+    lines = compare_runs(runs, "zero-shot", resamples=200)
+    average = {line.method: line for line in lines if line.task == AVERAGE}
+    assert average["zero-shot"].score.mean == 0.75  # text has no right and wrong
+    assert average["knn"].items == 40
+    change = average["knn"].change
+    assert change is not None
+    assert change.difference == pytest.approx(0.25)
+    tested = {line.task: line for line in lines if line.method == "knn" and line.change}
+    assert tested["b"].adjusted_p is not None
+    assert tested["b"].adjusted_p >= tested["b"].change.p  # type: ignore[union-attr]
+
+
+def test_runs_of_other_questions_are_not_compared() -> None:
+    runs = [made_run("zero-shot", [1.0] * 4), made_run("knn", [1.0] * 4, asked="y")]
+    with pytest.raises(RunError, match="were not asked the same questions of quiz"):
+        compare_runs(runs, "zero-shot")
+    with pytest.raises(RunError, match=r"no run of 'sft' to compare with. There are: knn, zero"):
+        compare_runs(runs, "sft")
+
+
+def test_the_page_of_runs() -> None:
+    runs = [made_run("zero-shot", [0.0, 1.0] * 20), made_run("knn", [1.0] * 40)]
+    page = render_runs(runs, "zero-shot", resamples=200)
+    assert page.count("<svg") >= 3
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
+    assert "50.0" in page
+
+
+def test_runs_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="There are no runs in"):
+        read_runs(tmp_path)
+    (tmp_path / "run.json").write_text("{", encoding="utf8")
+    with pytest.raises(RunError, match="holds no run"):
+        read_runs(tmp_path)
+    (tmp_path / "run.json").write_text('{"format": 99}', encoding="utf8")
+    with pytest.raises(RunError, match="has format 99, not 1"):
+        read_runs(tmp_path)
