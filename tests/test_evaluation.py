@@ -120,6 +120,19 @@ def test_a_memory_changes_the_answers_and_comes_off(
     assert all(ours.likelihoods != theirs.likelihoods for ours, theirs in pairs)
 
 
+def test_the_load_of_routers_is_measured_where_asked(
+    model: PreTrainedModel, tokenizer: Any, quiz: TaskData, knn: KnnMoe, tmp_path: Path
+) -> None:
+    losses = []
+    for name, method in (("alone", ZeroShot()), ("knn", knn)):
+        config = EvalConfig(scoring="likelihood", load=True)
+        run = evaluate(model, tokenizer, quiz, method, config, folder=tmp_path / name)
+        losses.append(run.facts["load_balancing_loss"])
+    top = model.config.num_experts_per_tok
+    assert all(top * 0.9 < loss < 3 * top for loss in losses)
+    assert losses[0] != losses[1]
+
+
 def test_two_runs_are_the_same_to_the_last_byte(
     model: PreTrainedModel, tokenizer: Any, quiz: TaskData, knn: KnnMoe, tmp_path: Path
 ) -> None:

@@ -53,6 +53,7 @@ METHODS = ("zero-shot", "knn")
 @click.option("--seed", default=0, show_default=True, help="Of what is drawn.")
 @click.option("--batch-size", default=16, show_default=True)
 @click.option("--max-new-tokens", type=int, help="For generation. Default: the task's own.")
+@click.option("--load", is_flag=True, help="Also measure the routers' load-balancing loss.")
 @click.option("--resume", is_flag=True, help="Go on where a killed run stopped.")
 @click.option("--overwrite", is_flag=True, help="Replace runs that are there.")
 @click.option("--list", "list_tasks", is_flag=True, help="Show the tasks there are.")
@@ -102,7 +103,7 @@ def _evaluate(
     from knn_moe.tasks import open_task
 
     config = EvalConfig(
-        **{name: options[name] for name in ("scoring", "batch_size", "limit", "seed")},
+        **{name: options[name] for name in ("scoring", "batch_size", "limit", "seed", "load")},
         max_new_tokens=options["max_new_tokens"],
     )
     wants_reference = "knn" in methods and options["memory"] is None

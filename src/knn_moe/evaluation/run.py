@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -22,6 +23,7 @@ from knn_moe.methods import Method
 from knn_moe.routers import find_routers, input_device
 from knn_moe.tasks.data import TaskData
 from knn_moe.tasks.task import GENERATION, LIKELIHOOD, SCORINGS
+from knn_moe.usage import router_load
 
 OnProgress: TypeAlias = Callable[[int, int], None]  # questions done, of how many
 
@@ -36,6 +38,7 @@ class EvalConfig:
     seed: int = 0  # of that draw
     max_new_tokens: int | None = None  # None: the task's own
     length: int = 256  # tokens of a window of text
+    load: bool = False  # measure the routers' load-balancing loss, padding included
 
     def __post_init__(self) -> None:
         if self.scoring is not None and self.scoring not in SCORINGS:
@@ -104,7 +107,7 @@ def evaluate(
     was_training = model.training
     model.eval()
     try:
-        with method.on(model):
+        with method.on(model), router_load(model) if config.load else nullcontext() as load:
             answer = _answer(model, tokenizer, data, config, asked.scoring)
             for number, batch in enumerate(asked.batches):
                 if number in finished:
@@ -115,7 +118,10 @@ def evaluate(
                     on_progress(count, len(asked.questions))
     finally:
         model.train(was_training)
-    place.finish({"seconds": round(time.perf_counter() - started, 2)})
+    more: dict[str, Any] = {"seconds": round(time.perf_counter() - started, 2)}
+    if load is not None and not done:  # of a run that went on, part of the load was not seen
+        more["load_balancing_loss"] = load.loss()
+    place.finish(more)
     return read_run(folder)
 
 
