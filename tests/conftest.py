@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -9,6 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    # Triton makes kernels for its interpreter or not when they are defined: asked for before
+    # transformers imports it.
+    os.environ["TRITON_INTERPRET"] = "1"
+
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from families import FAMILIES
