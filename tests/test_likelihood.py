@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -227,3 +228,40 @@ def test_shapes_that_do_not_fit_are_told(model: PreTrainedModel) -> None:
     ):
         with pytest.raises(ConfigError, match="contexts"):
             continuation_scores(model, some_ids(*contexts), some_ids(*continuations), 2)
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["context read once", "read whole"])
+@three_families
+def test_choices_of_any_length(name: str, kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each option's scored tokens alone, one option at a time, without padding."""
+    if not kept:
+        monkeypatch.setattr(likelihood, "_repeatable", lambda cache: False)
+    network = small(name)
+    contexts, options = torch.randint(3, 128, (3, 7)), torch.randint(3, 128, (3, 4, 9))
+    lengths = torch.tensor([[1, 2, 3, 9], [1, 1, 1, 1], [8, 5, 4, 2]])
+    skipped = torch.tensor([[0, 1, 0, 3], [0, 0, 0, 0], [0, 0, 2, 0]])
+    places = torch.arange(9)
+    scored = (places < lengths[:, :, None]) & (places >= skipped[:, :, None])
+    scores, own = likelihood.choice_scores(network, contexts, options, scored)
+    for row, column in itertools.product(range(3), range(4)):
+        length, first = int(lengths[row, column]), int(skipped[row, column])
+        ids = torch.cat([contexts[row], options[row, column, :length]])[None]
+        with torch.no_grad():
+            chances = network(ids, use_cache=False).logits[0, :-1].float().log_softmax(dim=-1)
+        likely = chances.gather(1, ids[0, 1:, None]).squeeze(1)
+        assert scores[row, column].item() == pytest.approx(
+            likely[6 + first :].sum().item(), abs=1e-4
+        )
+        assert own[row].item() == pytest.approx(-likely[:6].mean().item(), abs=1e-4)
+
+
+def test_mean_losses_of_texts_of_any_length() -> None:
+    network = family("olmoe")
+    texts = [torch.randint(3, 128, (length,)).tolist() for length in (5, 2, 1, 9)]
+    found = likelihood.mean_losses(network, texts)
+    assert found[2].isnan()
+    for text, loss in zip(texts, found.tolist(), strict=True):
+        if len(text) > 1:
+            ids = torch.tensor([text])
+            with torch.no_grad():
+                assert loss == pytest.approx(network(ids, labels=ids).loss.item(), abs=1e-4)
