@@ -61,6 +61,16 @@ def test_going_on_uses_what_is_there(runs: Path, quiz: Path) -> None:
     assert "There is a run in" in refused.output
 
 
+def test_writing_over_replaces_the_memory_as_well(quiz: Path, tmp_path: Path) -> None:
+    asked = ["eval", "tiny-olmoe", "-t", str(quiz), "--scoring", "likelihood", "--limit", "3"]
+    asked += ["--reference", "2", "-m", "knn", "-o", str(tmp_path), "--device", "cpu"]
+    for more in ([], ["--overwrite"]):
+        result = call(*asked, *more)
+        assert result.exit_code == 0, result.output
+        assert "against knn" in result.stdout
+    assert call(*asked, "--resume", "--overwrite").exit_code == 2
+
+
 def test_compare_in_every_form(runs: Path) -> None:
     table = call("compare", str(runs))
     assert table.exit_code == 0
@@ -102,12 +112,16 @@ def test_the_list_of_tasks() -> None:
         (["tiny-olmoe", "-t", "arc_easy", "-o", "OUT", "--data", "OUT"], "No file arc_easy_test"),
         (["tiny-olmoe", "-t", "QUIZ", "-o", "OUT", "--memory", "OUT"], "OUT"),
         (["tiny-olmoe", "-t", "QUIZ", "-o", "OUT", "--index", "fats"], "Unknown index 'fats'"),
+        (["tiny-olmoe", "-t", "QUIZ", "-t", "QUIZ", "-o", "OUT"], "Two tasks have one name: quiz"),
+        (["tiny-olmoe", "-t", "ALONE", "-o", "OUT"], "alone has no reference set here"),
     ],
 )
 def test_wrong_calls_leave_nothing_behind(
     arguments: list[str], told: str, quiz: Path, tmp_path: Path
 ) -> None:
-    places = {"QUIZ": str(quiz), "OUT": str(tmp_path / "out")}
+    alone = tmp_path / "alone.jsonl"
+    alone.write_text(json.dumps(questions(1)[0]) + "\n", encoding="utf8")
+    places = {"QUIZ": str(quiz), "OUT": str(tmp_path / "out"), "ALONE": str(alone)}
     result = call("eval", *(places.get(argument, argument) for argument in arguments))
     assert result.exit_code == 2, result.output
     assert places.get(told, told) in " ".join(result.output.split())

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from knn_moe import BuildConfig, Example, build_memory
 from knn_moe.embedded import embedded_model
-from knn_moe.errors import ConfigError, RunError, TaskDataError
+from knn_moe.errors import ConfigError, ModelError, RunError, TaskDataError
 from knn_moe.evaluation import answers
 from knn_moe.evaluation.compare import AVERAGE, compare_runs, matched
 from knn_moe.evaluation.questions import batches, chosen_rows, prompt_ids
@@ -23,6 +25,7 @@ from knn_moe.evaluation.sample import Sample
 from knn_moe.methods import KnnMoe, Method, ZeroShot
 from knn_moe.report.runs import render_runs
 from knn_moe.tasks import Choice, Number, Task, TaskData, Text
+from knn_moe.tasks.task import Options
 
 WORDS = "a stone the river some bread green light one mountain two birds rain".split()  # noqa: SIM905
 LIKELY = EvalConfig(scoring="likelihood", batch_size=4)
@@ -161,8 +164,8 @@ def test_after_a_kill_it_goes_on_to_the_same_result(
         evaluate(model, tokenizer, quiz, ZeroShot(), LIKELY, folder=folder, on_progress=kill)
     samples = folder / "samples.jsonl"
     assert 0 < len(read_run(folder).samples) < 18
-    if torn:  # in the middle of a batch, and of a line
-        samples.write_bytes(samples.read_bytes()[:-40])
+    if torn:  # in the middle of a batch, of a line, and of a character
+        samples.write_bytes(samples.read_bytes()[:-40] + "é".encode()[:1])
     with pytest.raises(RunError, match="Not finished: quiz/zero-shot"):
         read_runs(tmp_path)
     resumed = evaluate(model, tokenizer, quiz, ZeroShot(), LIKELY, folder=folder, resume=True)
@@ -251,6 +254,47 @@ def test_questions_are_drawn_and_put_in_batches_the_same_way_every_time(
     assert max(map(len, batches(asked.questions, 7, one_length=False))) == 7
 
 
+def test_an_end_that_a_tokenizer_adds_is_not_asked_for(tokenizer: Any, quiz: TaskData) -> None:
+    ending = copy.deepcopy(tokenizer)
+    end = ending.eos_token
+    ending.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"$A {end}", special_tokens=[(end, ending.eos_token_id)]
+    )
+    assert ending("word")["input_ids"][-1] == ending.eos_token_id
+    plain, ended = (ask(one, quiz, LIKELY).questions for one in (tokenizer, ending))
+    assert [question.choices for question in ended] == [question.choices for question in plain]
+    assert prompt_ids(ending, "word") == prompt_ids(tokenizer, "word")
+
+
+def test_a_choice_of_nothing_is_told(tokenizer: Any, quiz: TaskData) -> None:
+    class Empty(Choice):
+        def options(self, row: Any) -> Options:
+            return Options("Question:", ("", " x"), 1)
+
+    task = Task(name="empty", title="Empty", kind=Empty(), files="empty")
+    with pytest.raises(TaskDataError, match="Row 0-0 of empty has a choice of no tokens"):
+        ask(tokenizer, TaskData(task, quiz.test, [], ""), LIKELY)
+
+
+def test_other_choices_are_another_question(tokenizer: Any, quiz: TaskData) -> None:
+    row = quiz.test[0]
+    hashes = set()
+    for other in (row, {**row, "choices": [*row["choices"][:-1], "x"]}, {**row, "answer": 1}):
+        data = TaskData(quiz.task, [other], [], "")
+        for scoring in ("likelihood", "generation"):
+            hashes.add(ask(tokenizer, data, EvalConfig(scoring=scoring)).questions[0].hash)
+    assert len(hashes) == 6
+
+
+def test_a_model_that_gives_no_numbers_is_told(
+    tokenizer: Any, quiz: TaskData, tmp_path: Path
+) -> None:
+    broken = AutoModelForCausalLM.from_pretrained(embedded_model("tiny-olmoe")).float().eval()
+    torch.nn.init.constant_(broken.lm_head.weight, float("nan"))
+    with pytest.raises(ModelError, match="gives no number for question"):
+        evaluate(broken, tokenizer, quiz, ZeroShot(), LIKELY, folder=tmp_path / "run")
+
+
 def test_what_a_memory_remembers_is_what_will_be_asked(tokenizer: Any, quiz: TaskData) -> None:
     row = quiz.reference[0]
     right = f" {row['choices'][row['answer']]}"
@@ -315,7 +359,8 @@ def made_run(method: str, scores: list[float], task: str = "quiz", **facts: Any)
     ]  # fmt: skip
     known = {"task": task, "title": task, "method": method, "scoring": "likelihood", "asked": "x"}
     known |= {"data": "", "device": "cpu", "dtype": "float32"}
-    more = {"finished": True, "reference": 0, "seconds": 1.0, "model": {"name": "m"}}
+    more = {"finished": True, "seconds": 1.0, "model": {"name": "m"}, "method_facts": {}}
+    more["note"] = "Nothing of note."
     return Run({**known, **more, **facts}, samples)
 
 
@@ -356,10 +401,23 @@ def test_the_average_is_over_all_questions() -> None:
 
 def test_runs_of_other_questions_are_not_compared() -> None:
     runs = [made_run("zero-shot", [1.0] * 4), made_run("knn", [1.0] * 4, asked="y")]
-    with pytest.raises(RunError, match="were not asked the same questions of quiz"):
+    with pytest.raises(RunError, match="differ in asked on quiz"):
         compare_runs(runs, "zero-shot")
+    shorter = [made_run("zero-shot", [1.0] * 4), made_run("knn", [1.0] * 3)]
+    with pytest.raises(RunError, match="were not asked the same questions of quiz"):
+        compare_runs(shorter, "zero-shot")
+    other = [made_run("zero-shot", [1.0] * 4), made_run("knn", [1.0] * 4, model={"name": "n"})]
+    with pytest.raises(RunError, match="differ in model on quiz, which would be taken for a gain"):
+        compare_runs(other, "zero-shot")
+    with pytest.raises(RunError, match="two runs of knn on quiz"):
+        compare_runs([*runs, made_run("knn", [1.0] * 4)], "zero-shot")
     with pytest.raises(RunError, match=r"no run of 'sft' to compare with. There are: knn, zero"):
         compare_runs(runs, "sft")
+
+
+def test_one_window_of_text_has_a_score_and_no_interval_to_speak_of() -> None:
+    (line,) = compare_runs([made_run("zero-shot", [0.3], scoring="text")], "zero-shot")
+    assert (line.score.mean, line.score.low, line.score.high) == (0.3, 0.0, 1.0)
 
 
 def test_the_page_of_runs() -> None:

@@ -195,6 +195,7 @@ def test_a_file_of_questions(tmp_path: Path) -> None:
         (question(1), Choice()),
         ({"question": "2 + 2?", "answer": "4"}, Number()),
         ({"prompt": "Add.", "code": "", "tests": ["assert True"]}, Program()),
+        ({"question": "Q", "choices": ["a", "b"], "answer": "B"}, Choice()),
         ({"prompt": "def f():", "tests": ["x"], "entry_point": "f"}, Function()),
         ({"text": "Words."}, Text()),
         ({"answer": 1}, None),
@@ -207,8 +208,13 @@ def test_a_rows_form_tells_its_kind(made: dict[str, Any], kind: object) -> None:
 def test_a_python_file_with_a_task(tmp_path: Path) -> None:
     path = tmp_path / "my_task.py"
     path.write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n"
         "from knn_moe.tasks import Choice, Task\n"
-        "TASK = Task(name='own', title='Own', kind=Choice(), files='own')\n",
+        "@dataclass(frozen=True)\n"
+        "class Mine(Choice):\n"
+        "    loud: bool = True\n"
+        "TASK = Task(name='own', title='Own', kind=Mine(), files='own')\n",
         encoding="utf8",
     )
     write(tmp_path / "own_test.jsonl", [question(1)])
@@ -225,6 +231,44 @@ def test_a_python_file_with_a_task(tmp_path: Path) -> None:
 def test_a_task_file_that_is_not_there(name: str) -> None:
     with pytest.raises(TaskError, match=f"No file '{name}'"):
         open_task(name)
+
+
+def test_a_letter_is_no_answer_and_rows_are_told_by_their_own_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "quiz.jsonl", [question(1), question(2, answer="B")])
+    with pytest.raises(TaskError, match=r"Row 2 of quiz.jsonl needs the .answer. as a number"):
+        open_task(str(path))
+    write(path, [question(1)])
+    write(tmp_path / "quiz_ref.jsonl", [question(2, answer="B")])
+    with pytest.raises(TaskError, match=r"Row 1 of quiz_ref.jsonl"):
+        open_task(str(path))
+    bare = write(tmp_path / "code.jsonl", [{"prompt": "Add.", "tests": ["assert True"]}])
+    with pytest.raises(TaskError, match='its "code"'):
+        open_task(str(bare))
+    words = write(tmp_path / "words.jsonl", [{"question": "How many?", "answer": "forty"}])
+    with pytest.raises(TaskError, match='as its "answer" a number'):
+        open_task(str(words))
+
+
+def test_short_names_and_secret_ones(tmp_path: Path) -> None:
+    path = write(tmp_path / "l.jsonl", [question(1)])
+    write(tmp_path / "l_ref.jsonl", [question(2)])
+    assert len(open_task(str(path)).reference) == 1
+    secret = write(tmp_path / "gpqa_test.jsonl", [question(1)])
+    assert open_task(str(secret)).task.secret
+
+
+def test_a_damaged_archive_is_told(tmp_path: Path) -> None:
+    path = write(tmp_path / "mine_test.jsonl.gz", [question(n) for n in range(50)])
+    whole = bytearray(path.read_bytes())
+    whole[40:60] = bytes(20)
+    path.write_bytes(whole)
+    with pytest.raises(TaskDataError, match="Cannot read"):
+        load_task(mine(), tmp_path)
+
+
+def test_a_name_that_is_no_folder() -> None:
+    with pytest.raises(TaskError, match="cannot be its name"):
+        mine(name="../elsewhere")
 
 
 def test_a_file_that_asks_nothing(tmp_path: Path) -> None:

@@ -58,7 +58,8 @@ def show_runs(runs: Sequence[Run], against: str) -> None:
     from knn_moe.evaluation.compare import compare_runs
 
     methods = {run.method for run in runs}
-    show_lines(compare_runs(runs, against if against in methods else min(methods)), against)
+    against = against if against in methods else min(methods)
+    show_lines(compare_runs(runs, against), against)
 
 
 def show_lines(lines: Sequence[Line], against: str) -> None:
@@ -135,7 +136,8 @@ def _latex(lines: Sequence[Line], against: str) -> str:
         line = cells.get((method, task))
         if line is None:
             return "--"
-        marked = line.change is not None and line.change.significant
+        p = line.change.p if line.change and line.adjusted_p is None else line.adjusted_p
+        marked = p is not None and p < 0.05
         return f"{100 * line.score.mean:.2f}" + ("$^{*}$" if marked else "")
 
     rows = [
@@ -151,7 +153,7 @@ def _latex(lines: Sequence[Line], against: str) -> str:
             *rows,
             r"\bottomrule",
             r"\end{tabular}",
-            rf"% * differs from {against} with p < 0.05 (paired bootstrap)",
+            rf"% * differs from {against} with p < 0.05 (paired bootstrap, Holm over tasks)",
         ]
     )
 

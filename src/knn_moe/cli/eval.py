@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,7 +86,11 @@ def command(
         return
     if model is None or output is None or not tasks:
         raise click.UsageError("Needs a MODEL, at least one -t TASK, and -o RUNS; or --list.")
-    runs = _evaluate(model, tasks, methods or METHODS, output, options)
+    if options["resume"] and options["overwrite"]:
+        raise click.UsageError("Choose one of --resume and --overwrite.")
+    if options["reference"] and options["memory"]:
+        raise click.UsageError("--reference is of a memory built here, and --memory gives one.")
+    runs = _evaluate(model, tasks, tuple(dict.fromkeys(methods or METHODS)), output, options)
     if as_json:
         print_json([{**run.facts, "score": _mean(run)} for run in runs])
         return
@@ -97,6 +102,7 @@ def command(
 def _evaluate(
     model: str, tasks: tuple[str, ...], methods: tuple[str, ...], output: Path, options: Any
 ) -> list[Run]:
+    from knn_moe.evaluation.reference import reference_examples
     from knn_moe.evaluation.run import EvalConfig, evaluate
     from knn_moe.index import IndexConfig
     from knn_moe.memory import RoutingMemory
@@ -109,8 +115,13 @@ def _evaluate(
     wants_reference = "knn" in methods and options["memory"] is None
     data = [open_task(task, options["data"], reference=wants_reference) for task in tasks]
     # What cannot be done is told before the model loads.
+    names = [each.task.name for each in data]
+    if len(set(names)) < len(names):
+        raise click.UsageError(f"Two tasks have one name: {', '.join(names)}.")
     for each in data:
-        config.scoring_of(each)
+        scoring = config.scoring_of(each)
+        if wants_reference:
+            reference_examples(None, each, scoring, limit=1)
     if options["index"]:
         options["index"] = IndexConfig(kind=options["index"])
     if options["memory"] is not None and "knn" in methods:
@@ -159,7 +170,9 @@ def _method(
 
     if name == "zero-shot":
         return ZeroShot()
-    memory = options["memory"] or _built(model, tokenizer, data, config, output, options)
+    memory = options["memory"]
+    if memory is None:
+        memory = _built(model, tokenizer, data, config, output, options)
     index = options["index"]
     return KnnMoe(memory, replace(memory.routing, index=index) if index else None)
 
@@ -167,7 +180,8 @@ def _method(
 def _built(
     model: Any, tokenizer: Any, data: TaskData, config: EvalConfig, output: Path, options: Any
 ) -> Any:
-    """A memory of the task's reference set, kept beside the runs and used again on --resume."""
+    """A memory of the task's reference set, kept beside the runs and used again on --resume; of
+    a secret one nothing is kept."""
     from knn_moe.build import BuildProgress, build_memory
     from knn_moe.config import BuildConfig
     from knn_moe.evaluation.reference import reference_examples
@@ -175,7 +189,10 @@ def _built(
 
     scoring = config.scoring_of(data)
     examples = reference_examples(tokenizer, data, scoring, options["reference"], options["seed"])
-    folder = output / data.task.name / f"memory-{scoring}-{options['preset']}"
+    count = f"{len(examples)}-of-seed-{options['seed']}"
+    folder = output / data.task.name / f"memory-{scoring}-{options['preset']}-{count}"
+    if options["overwrite"] and folder.exists():
+        shutil.rmtree(folder)
     if options["resume"] and (folder / "memory_config.json").is_file():
         log.print(f"Using {folder}")
         return RoutingMemory.from_pretrained(folder)
@@ -189,7 +206,7 @@ def _built(
             tokenizer,
             examples,
             BuildConfig(preset=options["preset"]),
-            folder=folder,
+            folder=None if data.task.secret else folder,
             on_progress=show,
         )
 

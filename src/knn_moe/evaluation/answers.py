@@ -9,10 +9,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from knn_moe.errors import ModelError
 from knn_moe.evaluation.questions import Question, choice_tensors
 from knn_moe.evaluation.sample import Sample
 from knn_moe.likelihood import choice_scores, mean_losses, token_losses
 from knn_moe.routers import input_device
+from knn_moe.tasks.kinds import Choice
 from knn_moe.tasks.prompts import LETTERS
 from knn_moe.tasks.task import Task
 
@@ -38,6 +40,10 @@ def _judged(question: Question, row: Tensor, loss: float, number: int) -> Sample
     if options is None:
         raise ValueError("A question without options cannot be answered by likelihood.")
     plain = row[: len(options.continuations)].tolist()
+    if not all(map(math.isfinite, plain)):
+        raise ModelError(
+            f"The model gives no number for question {question.id}: try another --dtype."
+        )
     lengths = [max(len(text.removeprefix(" ")), 1) for text in options.continuations]
     even = [value / length for value, length in zip(plain, lengths, strict=True)]
     best, second = sorted(even, reverse=True)[:2]
@@ -65,7 +71,8 @@ def by_generation(model: nn.Module, tokenizer: Any, task: Task, max_new_tokens: 
         samples = []
         for question, output, loss in zip(batch, outputs, losses, strict=True):
             verdict = task.kind.judge(output, question.row)
-            answer = question.row.get("answer")
+            shown = isinstance(task.kind, Choice) or not task.secret
+            right = task.kind.completion(question.row) if shown else None
             samples.append(
                 Sample(
                     id=question.id,
@@ -73,8 +80,8 @@ def by_generation(model: nn.Module, tokenizer: Any, task: Task, max_new_tokens: 
                     score=verdict.score,
                     nll=None if math.isnan(loss) else loss,
                     batch=number,
-                    answer=LETTERS[answer] if isinstance(answer, int) else answer,
-                    parsed=verdict.parsed,
+                    answer=right,
+                    parsed=verdict.parsed if shown or verdict.parsed is None else "hidden",
                     output=None if task.secret else output,
                 )
             )
@@ -99,6 +106,7 @@ def _generate(
         attention_mask=torch.tensor(mask, device=device),
         max_new_tokens=max_new_tokens,
         do_sample=False,
+        num_beams=1,
         pad_token_id=padding or 0,
     )
     outputs: list[str] = tokenizer.batch_decode(written[:, longest:], skip_special_tokens=True)

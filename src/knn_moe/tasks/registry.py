@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from difflib import get_close_matches
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -46,7 +47,10 @@ def open_task(name: str, source: str | Path | None = None, *, reference: bool = 
     """The rows of a task: by name, of a .py file that defines TASK, or of a .jsonl file."""
     path = Path(name)
     if path.suffix == ".py":
-        return load_task(_from_module(path), source or path.parent, reference=reference)
+        task = _from_module(path)
+        beside = any(path.parent.glob(f"{task.files}_{task.splits[0]}.jsonl*"))
+        usual = path.parent if beside or task.hub is None else None
+        return load_task(task, source or usual, reference=reference)
     if ".jsonl" in path.suffixes:
         return _from_rows(path, reference)
     return load_task(find_task(name), source, reference=reference)
@@ -55,10 +59,11 @@ def open_task(name: str, source: str | Path | None = None, *, reference: bool = 
 def _from_module(path: Path) -> Task:
     if not path.is_file():
         raise TaskError(f"No file {str(path)!r}.")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(f"knn_moe_task_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise TaskError(f"{str(path)!r} is no Python file.")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there for their own module
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # somebody's file: whatever it raises
@@ -80,14 +85,18 @@ def _from_rows(path: Path, reference: bool) -> TaskData:
             f"Cannot tell what is asked in {path.name!r}: a row needs question, choices and "
             f"answer; question and answer; prompt and tests; or text. It has: {', '.join(rows[0])}."
         )
-    stem = path.name.partition(".jsonl")[0].removesuffix("_test")
-    beside = path.with_name(path.name.replace(f"{path.name.partition('.jsonl')[0]}", f"{stem}_ref"))
-    task = Task(name=stem, title=path.name, kind=kind, files=stem)
+    stem, _, ending = path.name.partition(".jsonl")
+    stem = stem.removesuffix("_test")
+    beside = path.with_name(f"{stem}_ref.jsonl{ending}")
+    known = TASKS.get(stem)
+    secret = known is not None and known.secret
+    task = Task(name=stem, title=path.name, kind=kind, files=stem, secret=secret)
     remembered = read_rows(beside) if reference and beside.is_file() else []
     data = TaskData(task, rows, remembered, path.name)
-    for number, row in enumerate((*rows, *remembered)):
-        wrong = kind.check(row)
-        if wrong is not None:
-            raise TaskError(f"Row {number} of {path.name} {wrong}.")
+    for file, part in ((path, rows), (beside, remembered)):
+        for number, row in enumerate(part, start=1):
+            wrong = kind.check(row)
+            if wrong is not None:
+                raise TaskError(f"Row {number} of {file.name} {wrong}.")
     refuse_overlap(data)
     return data

@@ -5,9 +5,12 @@ Rows are plain mappings, in the form their kind asks for (kinds.py). Knows nothi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeAlias
+
+from knn_moe.errors import TaskError
 
 Row: TypeAlias = Mapping[str, Any]
 
@@ -73,7 +76,6 @@ class Hub:
     config: str | None = None
     test: str = "test"
     reference: str | None = "train"
-    reference_path: str | None = None  # another data set, or
     reference_config: str | None = None  # another part of it
 
 
@@ -104,9 +106,9 @@ class Task:
     secret: bool = False  # its authors ask that no question be shown: only hashes are written
     note: str = ""  # how this reading of it differs from the paper's
 
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"\w[\w.-]*", self.name):
+            raise TaskError(f"A task is a folder of runs: {self.name!r} cannot be its name.")
+
     def __repr__(self) -> str:
         return f"Task({self.name!r}, {self.title!r})"
-
-
-def names(tasks: Sequence[Task]) -> str:
-    return ", ".join(task.name for task in tasks)
