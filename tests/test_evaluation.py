@@ -346,3 +346,20 @@ def test_nothing_of_a_secret_task_is_written(
             assert text not in written
             assert text not in page
     assert "output" not in written
+
+
+def test_where_there_is_a_chat_template_it_is_spoken(tokenizer: Any, quiz: TaskData) -> None:
+    chatty = copy.deepcopy(tokenizer)
+    chatty.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    asked = ask(chatty, quiz, EvalConfig(scoring="generation")).questions[0]
+    text = chatty.decode(asked.ids)
+    assert text.startswith("<user>What is the correct answer to this question:")
+    assert text.endswith("(X).</user><assistant>")
+    example = reference_examples(chatty, quiz, "generation")[0]
+    assert example.messages is not None
+    assert [message["role"] for message in example.messages] == ["user", "assistant"]
+    plain = ask(chatty, quiz, LIKELY).questions[0]  # a choice is no conversation
+    assert chatty.decode(plain.ids).startswith("Question:")
