@@ -266,6 +266,16 @@ def test_an_end_that_a_tokenizer_adds_is_not_asked_for(tokenizer: Any, quiz: Tas
     assert prompt_ids(ending, "word") == prompt_ids(tokenizer, "word")
 
 
+def test_questions_longer_than_a_model_reads_are_told(
+    model: PreTrainedModel, tokenizer: Any, tmp_path: Path
+) -> None:
+    row = {**questions(1)[0], "question": "word " * 3000}
+    data = TaskData(Task(name="long", title="Long", kind=Choice(), files="long"), [row], [], "")
+    with pytest.raises(TaskDataError, match=r"1 questions of long are longer than the .*0-0"):
+        evaluate(model, tokenizer, data, ZeroShot(), LIKELY, folder=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_choice_of_nothing_is_told(tokenizer: Any, quiz: TaskData) -> None:
     class Empty(Choice):
         def options(self, row: Any) -> Options:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from knn_moe.errors import ConfigError
+from knn_moe.errors import ConfigError, TaskDataError
 from knn_moe.evaluation import questions as q
 from knn_moe.evaluation.answers import Answer, by_generation, by_likelihood, by_token
 from knn_moe.evaluation.questions import Question
@@ -99,6 +99,7 @@ def evaluate(
     """Every sample goes to `folder` as it comes; with `resume`, a killed run goes on."""
     config = config or EvalConfig()
     asked = ask(tokenizer, data, config)
+    _refuse_long(model, data, asked)
     place, facts = RunFolder(folder), _facts(model, data, method, config, asked)
     was_training = model.training
     model.eval()
@@ -116,6 +117,23 @@ def evaluate(
     more = {"load_balancing_loss": load.loss()} if load is not None and seen else {}
     place.finish(time.perf_counter() - started, more)
     return read_run(folder)
+
+
+def _refuse_long(model: nn.Module, data: TaskData, asked: Asked) -> None:
+    """Beyond the positions it was made for, a model answers nonsense."""
+    config: Any = getattr(model, "config", None)
+    most = getattr(config, "max_position_embeddings", None)
+    long = [
+        question.id
+        for question in asked.questions
+        if most
+        and len(question.ids) + max((len(ids) for ids, _ in question.choices), default=0) > most
+    ]
+    if long:
+        raise TaskDataError(
+            f"{len(long)} questions of {data.task.name} are longer than the {most} tokens this "
+            f"model can read ({', '.join(long[:5])}): leave them out, or use another model."
+        )
 
 
 def _put(
