@@ -107,6 +107,8 @@ def test_likelihoods_are_those_of_a_plain_loop(
             sample = found[row["id"]]
             assert sample.likelihoods == pytest.approx(expected, abs=2e-3)
             even = [a / len(b) for a, b in zip(expected, row["choices"], strict=True)]
+            first, second = sorted(even, reverse=True)[:2]
+            assert sample.margin == pytest.approx(first - second, abs=1e-3)
             if not sample.near_tie:
                 assert sample.parsed == "ABCDE"[even.index(max(even))]
             assert sample.score == (sample.parsed == "ABCDE"[row["answer"]])
@@ -274,6 +276,34 @@ def test_questions_longer_than_a_model_reads_are_told(
     with pytest.raises(TaskDataError, match=r"1 questions of long are longer than the .*0-0"):
         evaluate(model, tokenizer, data, ZeroShot(), LIKELY, folder=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+class Halves(Choice):
+    """Words cut in two: a choice changes how the end of its context is tokenised."""
+
+    def options(self, row: Any) -> Options:
+        return Options("They went to the moun", ("tains of snow", "t of all men", "d and back"), 0)
+
+
+def test_a_choice_that_merges_with_its_context(
+    model: PreTrainedModel, tokenizer: Any, tmp_path: Path
+) -> None:
+    """Scored from where the context alone would end, as lm-evaluation-harness does it."""
+    task = Task(name="halves", title="Halves", kind=Halves(), files="halves")
+    data = TaskData(task, questions(1), [], "made up")
+    (question,) = ask(tokenizer, data, LIKELY).questions
+    assert any(skipped for _, skipped in question.choices)
+    run = evaluate(model, tokenizer, data, ZeroShot(), LIKELY, folder=tmp_path / "run")
+    options = Halves().options({})
+    start = len(tokenizer(options.context)["input_ids"])
+    expected = []
+    for text in options.continuations:
+        ids = torch.tensor([tokenizer(options.context + text)["input_ids"]])
+        with torch.no_grad():
+            chances = model(ids, use_cache=False).logits[0, :-1].float().log_softmax(dim=-1)
+        likely = chances.gather(1, ids[0, 1:, None]).squeeze(1)
+        expected.append(likely[start - 1 :].sum().item())
+    assert run.samples[0].likelihoods == pytest.approx(expected, abs=1e-3)
 
 
 def test_a_choice_of_nothing_is_told(tokenizer: Any, quiz: TaskData) -> None:
