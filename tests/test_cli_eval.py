@@ -128,6 +128,17 @@ def test_wrong_calls_leave_nothing_behind(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_memory_of_another_model_is_told_before_anything_runs(
+    quiz: Path, runs: Path, tmp_path: Path
+) -> None:
+    (memory,) = (runs / "quiz").glob("memory-*")
+    result = call("eval", "tiny-qwen3", "-t", str(quiz), "--memory", str(memory), "-o",
+                  str(tmp_path / "out"), "--device", "cpu")  # fmt: skip
+    assert result.exit_code == 2
+    assert "built for 'tiny-olmoe'" in result.output
+    assert not (tmp_path / "out").exists()
+
+
 def test_runs_that_are_not_there(tmp_path: Path) -> None:
     result = call("compare", str(tmp_path))
     assert result.exit_code == 2

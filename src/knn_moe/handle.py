@@ -38,7 +38,7 @@ def attach(
     config = config or memory.routing
     routers = find_routers(model)
     if not force:
-        _check_belongs(model, routers, memory)
+        check_belongs(model, memory)
     for router in routers:
         if hook_on(router) is not None:
             raise AttachError(
@@ -142,8 +142,9 @@ class Routing:
         return f"Routing({state}, {len(self._hooks)} layers, {self.memory!r})"
 
 
-def _check_belongs(model: nn.Module, routers: list[Router], memory: RoutingMemory) -> None:
-    identity = identify(model, routers)
+def check_belongs(model: nn.Module, memory: RoutingMemory) -> None:
+    """Refuse a memory that was built for another model."""
+    identity = identify(model, find_routers(model))
     if identity.fingerprint != memory.base_model.fingerprint:
         raise MemoryMismatchError(
             f"This memory was built for {memory.base_model}, and the model is {identity}. "

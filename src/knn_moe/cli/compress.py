@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,6 +17,9 @@ from knn_moe.cli.common import (
     progress_bar,
 )
 from knn_moe.cli.inspect import layer_facts, show_layers
+
+if TYPE_CHECKING:
+    from knn_moe.memory import RoutingMemory
 
 
 @click.command(name="compress")
@@ -83,16 +86,17 @@ def command(
             overwrite=overwrite,
             on_layer=advance,
         )
-    facts = {
-        "folder": str(output),
-        "bytes": small.nbytes,
-        "times_smaller": opened.nbytes / small.nbytes,
-    }
+    _show(opened, small, output, as_json)
+
+
+def _show(whole: RoutingMemory, small: RoutingMemory, output: Path, as_json: bool) -> None:
+    times = whole.nbytes / small.nbytes
     if as_json:
+        facts = {"folder": str(output), "bytes": small.nbytes, "times_smaller": times}
         print_json({**facts, "layers": layer_facts(small)})
         return
     show_layers(small)
     log.print(
-        f"{opened.nbytes / 1e6:,.1f} MB → {small.nbytes / 1e6:,.1f} MB "
-        f"({facts['times_smaller']:.1f} times smaller) in {output}"
+        f"{whole.nbytes / 1e6:,.1f} MB → {small.nbytes / 1e6:,.1f} MB "
+        f"({times:.1f} times smaller) in {output}"
     )

@@ -104,6 +104,7 @@ def _evaluate(
 ) -> list[Run]:
     from knn_moe.evaluation.reference import reference_examples
     from knn_moe.evaluation.run import EvalConfig, evaluate
+    from knn_moe.handle import check_belongs
     from knn_moe.index import IndexConfig
     from knn_moe.memory import RoutingMemory
     from knn_moe.tasks import open_task
@@ -127,6 +128,8 @@ def _evaluate(
     if options["memory"] is not None and "knn" in methods:
         options["memory"] = RoutingMemory.from_pretrained(options["memory"])
     network, tokenizer = load_model(model, options["device"], _dtype(options))
+    if isinstance(options["memory"], RoutingMemory):
+        check_belongs(network, options["memory"])
     runs = []
     for each in data:
         for name in methods:
