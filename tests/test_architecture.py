@@ -25,9 +25,10 @@ ORDER = """
     compressed memory optimise batches drain workspace build recall compression hooks handle
     stats likelihood usage controls trace harness
     tasks.task tasks.prompts tasks.parsing tasks.sandbox_child tasks.sandbox tasks.rows
-    tasks.kinds tasks.catalogue tasks.package tasks.data tasks.registry tasks methods
-    evaluation.sample evaluation.questions evaluation.answers evaluation.runs evaluation.reference
-    evaluation.run evaluation.compare evaluation
+    tasks.kinds tasks.catalogue tasks.package tasks.data tasks.registry tasks
+    evaluation.sample evaluation.questions evaluation.answers evaluation.reference
+    methods.method methods.setting methods.knn_moe methods.registry methods
+    evaluation.runs evaluation.run evaluation.compare evaluation
     bench.models bench.build bench.keys bench.floor bench.search bench.steps bench.plot bench
     demo.result report demo cli.common cli
 """.split()  # noqa: SIM905

@@ -18,7 +18,7 @@ from knn_moe.errors import ConfigError, ModelError, RunError, TaskDataError
 from knn_moe.evaluation import answers
 from knn_moe.evaluation.compare import matched
 from knn_moe.evaluation.questions import batches, chosen_rows, prompt_ids
-from knn_moe.evaluation.reference import reference_examples
+from knn_moe.evaluation.reference import reference_examples, reference_rows
 from knn_moe.evaluation.run import EvalConfig, ask, evaluate
 from knn_moe.evaluation.runs import read_run, read_runs
 from knn_moe.evaluation.sample import Sample
@@ -338,7 +338,9 @@ def test_a_model_that_gives_no_numbers_is_told(
 def test_what_a_memory_remembers_is_what_will_be_asked(tokenizer: Any, quiz: TaskData) -> None:
     row = quiz.reference[0]
     right = f" {row['choices'][row['answer']]}"
-    (example,) = reference_examples(tokenizer, quiz, "likelihood", limit=1, seed=1)[:1]
+    (example,) = reference_examples(
+        tokenizer, quiz, "likelihood", reference_rows(quiz, limit=1, seed=1)
+    )
     assert example.prompt.startswith("Question: Question number")
     examples = reference_examples(tokenizer, quiz, "likelihood")
     assert examples[0] == Example(f"Question: {row['question']}\nAnswer:", right)

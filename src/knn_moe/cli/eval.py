@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,6 @@ from knn_moe.cli.common import (
     dtype_option,
     json_option,
     load_model,
-    log,
     pick_device,
     print_json,
     progress_bar,
@@ -22,10 +22,10 @@ from knn_moe.cli.common import (
 if TYPE_CHECKING:
     from knn_moe.evaluation.run import EvalConfig
     from knn_moe.evaluation.runs import Run
-    from knn_moe.methods import Method
+    from knn_moe.methods import Setting
     from knn_moe.tasks.data import TaskData
 
-METHODS = ("zero-shot", "knn")
+DEFAULT = ("zero-shot", "knn")
 
 
 @click.command(name="eval")
@@ -36,8 +36,7 @@ METHODS = ("zero-shot", "knn")
     "--method",
     "methods",
     multiple=True,
-    type=click.Choice(METHODS),
-    help="May be repeated. Default: both.",
+    help="See --list. May be repeated. Default: zero-shot and knn.",
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder of runs.")
 @click.option("--memory", help="For knn: a folder or hub id. Default: of the task's reference.")
@@ -90,50 +89,38 @@ def command(
         raise click.UsageError("Choose one of --resume and --overwrite.")
     if options["reference"] and options["memory"]:
         raise click.UsageError("--reference is of a memory built here, and --memory gives one.")
-    runs = _evaluate(model, tasks, tuple(dict.fromkeys(methods or METHODS)), output, options)
+    runs = _evaluate(model, tasks, tuple(dict.fromkeys(methods or DEFAULT)), output, options)
     if as_json:
         print_json([{**run.facts, "score": _mean(run)} for run in runs])
         return
     from knn_moe.cli.compare import show_runs
 
-    show_runs(runs, METHODS[0])
+    show_runs(runs, DEFAULT[0])
 
 
 def _evaluate(
     model: str, tasks: tuple[str, ...], methods: tuple[str, ...], output: Path, options: Any
 ) -> list[Run]:
-    from knn_moe.evaluation.reference import reference_examples
     from knn_moe.evaluation.run import EvalConfig, evaluate
-    from knn_moe.handle import check_belongs
-    from knn_moe.index import IndexConfig
-    from knn_moe.memory import RoutingMemory
-    from knn_moe.tasks import open_task
+    from knn_moe.evaluation.runs import RunFolder
+    from knn_moe.methods import prepare
 
     config = EvalConfig(
         **{name: options[name] for name in ("scoring", "batch_size", "limit", "seed", "load")},
         max_new_tokens=options["max_new_tokens"],
     )
-    wants_reference = "knn" in methods and options["memory"] is None
-    data = [open_task(task, options["data"], reference=wants_reference) for task in tasks]
-    # What cannot be done is told before the model loads.
-    names = [each.task.name for each in data]
-    if len(set(names)) < len(names):
-        raise click.UsageError(f"Two tasks have one name: {', '.join(names)}.")
-    for each in data:
-        scoring = config.scoring_of(each)
-        if wants_reference:
-            reference_examples(None, each, scoring, limit=1)
-    if options["index"]:
-        options["index"] = IndexConfig(kind=options["index"])
-    if options["memory"] is not None and "knn" in methods:
-        options["memory"] = RoutingMemory.from_pretrained(options["memory"])
-    network, tokenizer = load_model(model, options["device"], _dtype(options))
-    if isinstance(options["memory"], RoutingMemory):
-        check_belongs(network, options["memory"])
+    data = _open(tasks, methods, config, options)
+    if not options["resume"] and not options["overwrite"]:
+        for each, name in product(data, methods):
+            RunFolder(output / each.task.name / name).refuse_existing()
+    network, tokenizer = _load(model, options)
     runs = []
     for each in data:
+        setting = _setting(network, tokenizer, each, config, output, options)
         for name in methods:
-            method = _method(name, network, tokenizer, each, config, output, options)
+            with progress_bar(f"{each.task.name}, {name}: preparing") as update:
+                setting.on_progress = update
+                method = prepare(name, setting)
             with progress_bar(f"{each.task.name}, {name}") as update:
                 runs.append(
                     evaluate(
@@ -151,67 +138,71 @@ def _evaluate(
     return runs
 
 
+def _open(
+    tasks: tuple[str, ...], methods: tuple[str, ...], config: EvalConfig, options: Any
+) -> list[TaskData]:
+    """The tasks' rows. What cannot be done is told before the model loads."""
+    from knn_moe.evaluation.reference import reference_rows
+    from knn_moe.index import IndexConfig
+    from knn_moe.memory import RoutingMemory
+    from knn_moe.methods import method_named
+    from knn_moe.tasks import open_task
+
+    needs = {method_named(name).needs for name in methods}
+    wants_reference = "reference" in needs or ("memory" in needs and options["memory"] is None)
+    data = [open_task(task, options["data"], reference=wants_reference) for task in tasks]
+    names = [each.task.name for each in data]
+    if len(set(names)) < len(names):
+        raise click.UsageError(f"Two tasks have one name: {', '.join(names)}.")
+    for each in data:
+        config.scoring_of(each)
+        if wants_reference:
+            reference_rows(each)
+    if options["index"]:
+        options["index"] = IndexConfig(kind=options["index"])
+    if options["memory"] is not None:
+        options["memory"] = RoutingMemory.from_pretrained(options["memory"])
+    return data
+
+
+def _load(model: str, options: Any) -> tuple[Any, Any]:
+    from knn_moe.handle import check_belongs
+
+    network, tokenizer = load_model(model, options["device"], _dtype(options))
+    if options["memory"] is not None:
+        check_belongs(network, options["memory"])
+    return network, tokenizer
+
+
+def _setting(
+    model: Any, tokenizer: Any, data: TaskData, config: EvalConfig, output: Path, options: Any
+) -> Setting:
+    from knn_moe.methods import Setting
+
+    folder = output / data.task.name
+    if options["overwrite"]:
+        for kept in folder.glob("memory-*"):
+            shutil.rmtree(kept)
+    return Setting(
+        model,
+        tokenizer,
+        data,
+        config.scoring_of(data),
+        limit=options["reference"],
+        seed=options["seed"],
+        length=config.length,
+        batch_size=config.batch_size,
+        **{name: options[name] for name in ("preset", "memory", "index")},
+        folder=folder,
+        reuse=options["resume"],
+    )
+
+
 def _dtype(options: Any) -> str:
     """As asked. A CPU takes ten times as long for bfloat16, in the many shapes that questions have:
     there it is float32 unless asked otherwise."""
     on_cpu = pick_device(options["device"]).type == "cpu"
     return "float32" if options["dtype"] == "auto" and on_cpu else str(options["dtype"])
-
-
-def _method(
-    name: str,
-    model: Any,
-    tokenizer: Any,
-    data: TaskData,
-    config: EvalConfig,
-    output: Path,
-    options: Any,
-) -> Method:
-    from dataclasses import replace
-
-    from knn_moe.methods import KnnMoe, ZeroShot
-
-    if name == "zero-shot":
-        return ZeroShot()
-    memory = options["memory"]
-    if memory is None:
-        memory = _built(model, tokenizer, data, config, output, options)
-    index = options["index"]
-    return KnnMoe(memory, replace(memory.routing, index=index) if index else None)
-
-
-def _built(
-    model: Any, tokenizer: Any, data: TaskData, config: EvalConfig, output: Path, options: Any
-) -> Any:
-    """A memory of the task's reference set, kept beside the runs and used again on --resume; of
-    a secret one nothing is kept."""
-    from knn_moe.build import BuildProgress, build_memory
-    from knn_moe.config import BuildConfig
-    from knn_moe.evaluation.reference import reference_examples
-    from knn_moe.memory import RoutingMemory
-
-    scoring = config.scoring_of(data)
-    examples = reference_examples(tokenizer, data, scoring, options["reference"], options["seed"])
-    count = f"{len(examples)}-of-seed-{options['seed']}"
-    folder = output / data.task.name / f"memory-{scoring}-{options['preset']}-{count}"
-    if options["overwrite"] and folder.exists():
-        shutil.rmtree(folder)
-    if options["resume"] and (folder / "memory_config.json").is_file():
-        log.print(f"Using {folder}")
-        return RoutingMemory.from_pretrained(folder)
-    with progress_bar(f"{data.task.name}, building") as update:
-
-        def show(progress: BuildProgress) -> None:
-            update(progress.tokens, progress.total_tokens, progress.stage)
-
-        return build_memory(
-            model,
-            tokenizer,
-            examples,
-            BuildConfig(preset=options["preset"]),
-            folder=None if data.task.secret else folder,
-            on_progress=show,
-        )
 
 
 def _mean(run: Run) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 from knn_moe.errors import TaskDataError
@@ -11,10 +12,8 @@ from knn_moe.tasks.data import TaskData
 from knn_moe.tasks.task import GENERATION, LIKELIHOOD, Row
 
 
-def reference_examples(
-    tokenizer: Any, data: TaskData, scoring: str, limit: int | None = None, seed: int = 0
-) -> list[Example]:
-    """Prompts with right answers: chat messages where the model has a template for them."""
+def reference_rows(data: TaskData, limit: int | None = None, seed: int = 0) -> list[Row]:
+    """The rows to learn from; with a limit that many, drawn at random, in their own order."""
     rows = list(data.reference)
     if not rows:
         raise TaskDataError(
@@ -23,7 +22,15 @@ def reference_examples(
     if limit is not None and limit < len(rows):
         kept = sorted(random.Random(seed).sample(range(len(rows)), limit))
         rows = [rows[place] for place in kept]
+    return rows
+
+
+def reference_examples(
+    tokenizer: Any, data: TaskData, scoring: str, rows: Sequence[Row] | None = None
+) -> list[Example]:
+    """Prompts with right answers: chat messages where the model has a template for them."""
     chat = bool(getattr(tokenizer, "chat_template", None))
+    rows = reference_rows(data) if rows is None else rows
     return [_example(data, row, scoring, chat) for row in rows]
 
 

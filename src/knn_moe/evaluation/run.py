@@ -19,7 +19,7 @@ from knn_moe.evaluation.runs import Run, RunFolder, read_run
 from knn_moe.evaluation.sample import hashed
 from knn_moe.header import library_versions
 from knn_moe.identity import identify
-from knn_moe.methods import Method
+from knn_moe.methods import Method, Prepared
 from knn_moe.routers import find_routers, input_device
 from knn_moe.tasks.data import TaskData
 from knn_moe.tasks.task import GENERATION, LIKELIHOOD, SCORINGS
@@ -68,6 +68,10 @@ class Asked:
     questions: list[Question]
     batches: list[list[int]]
     scoring: str
+    reworded: bool = False  # by the method, in prompts of its own
+
+    def batched(self) -> list[list[Question]]:
+        return [[self.questions[at] for at in batch] for batch in self.batches]
 
 
 def ask(tokenizer: Any, data: TaskData, config: EvalConfig) -> Asked:
@@ -80,15 +84,26 @@ def ask(tokenizer: Any, data: TaskData, config: EvalConfig) -> Asked:
     else:
         rows = q.chosen_rows(data, None, config.seed)
         made = q.windows(tokenizer, rows, config.length, config.limit, config.seed)
-    one_length = scoring != GENERATION
-    return Asked(made, q.batches(made, config.batch_size, one_length=one_length), scoring)
+    return Asked(made, _batches(made, scoring, config), scoring)
+
+
+def _batches(questions: list[Question], scoring: str, config: EvalConfig) -> list[list[int]]:
+    return q.batches(questions, config.batch_size, one_length=scoring != GENERATION)
+
+
+def _reworded(asked: Asked, method: Method, config: EvalConfig) -> Asked:
+    """As the method words it. Other prompts have other lengths, and batches of their own."""
+    questions = method.reword(asked.questions)
+    if questions == asked.questions:
+        return asked
+    return Asked(questions, _batches(questions, asked.scoring, config), asked.scoring, True)
 
 
 def evaluate(
     model: nn.Module,
     tokenizer: Any,
     data: TaskData,
-    method: Method,
+    method: Method | Prepared,
     config: EvalConfig | None = None,
     *,
     folder: Path,
@@ -98,7 +113,10 @@ def evaluate(
 ) -> Run:
     """Every sample goes to `folder` as it comes; with `resume`, a killed run goes on."""
     config = config or EvalConfig()
-    asked = ask(tokenizer, data, config)
+    preparation = {}
+    if isinstance(method, Prepared):
+        preparation, method = {"preparation_seconds": round(method.seconds, 2)}, method.method
+    asked = _reworded(ask(tokenizer, data, config), method, config)
     _refuse_long(model, data, asked)
     place, facts = RunFolder(folder), _facts(model, data, method, config, asked)
     was_training = model.training
@@ -108,14 +126,15 @@ def evaluate(
         with method.on(model), router_load(model) if config.load else nullcontext() as load:
             done = place.begin(facts, resume=resume, overwrite=overwrite)
             started = time.perf_counter()
-            answer = _answer(model, tokenizer, data, config, asked.scoring)
+            plain = _answer(model, tokenizer, data, config, asked.scoring)
+            answer = method.answering(model, plain, asked.batched())
             _put(asked, answer, place, {sample.batch for sample in done}, on_progress)
     finally:
         model.train(was_training)
     # Of a run that went on, part of the load was not seen.
     seen = load is not None and not done
     more = {"load_balancing_loss": load.loss()} if load is not None and seen else {}
-    place.finish(time.perf_counter() - started, more)
+    place.finish(time.perf_counter() - started, {**preparation, **more})
     return read_run(folder)
 
 
@@ -145,9 +164,9 @@ def _put(
 ) -> None:
     """Batch by batch, but for those that are finished."""
     count = 0
-    for number, batch in enumerate(asked.batches):
+    for number, batch in enumerate(asked.batched()):
         if number not in finished:
-            place.add(answer([asked.questions[at] for at in batch], number))
+            place.add(answer(batch, number))
         count += len(batch)
         if on_progress:
             on_progress(count, len(asked.questions))
@@ -177,6 +196,7 @@ def _facts(
         "questions": len(asked.questions),
         "asked": hashed("".join(_hashes(asked.questions))),
         "batches": [len(batch) for batch in asked.batches],
+        "reworded": asked.reworded,
         "data": data.source,
         "device": str(input_device(model)),
         "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),

@@ -54,11 +54,16 @@ class RunFolder:
             (self.path / _SAMPLES).write_text("", encoding="utf8")
             return []
         if not resume:
+            self.refuse_existing()
+        return self._go_on(facts)
+
+    def refuse_existing(self) -> None:
+        """Before anything is prepared for a run that could not be written."""
+        if (self.path / _RUN).exists():
             raise RunError(
                 f"There is a run in {str(self.path)!r} already: go on with --resume, or replace it "
                 f"with --overwrite."
             )
-        return self._go_on(facts)
 
     def _go_on(self, facts: Mapping[str, Any]) -> list[Sample]:
         run = read_run(self.path)

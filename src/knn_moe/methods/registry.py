@@ -1,0 +1,76 @@
+"""Every method by name, and how it is prepared on a reference set."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib import import_module
+from typing import Final
+
+from knn_moe.errors import ConfigError
+from knn_moe.methods.method import Method
+from knn_moe.methods.setting import Setting
+
+NOTHING, MEMORY, REFERENCE = "nothing", "memory", "reference"  # what a method learns from
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A method there is. `prepare` names a function from Setting to Method: "module:function",
+    imported when it is asked for, since some need parts that not everybody has installed."""
+
+    title: str
+    prepare: str
+    needs: str = REFERENCE
+
+    def load(self, setting: Setting) -> Method:
+        module, _, function = self.prepare.partition(":")
+        prepared = getattr(import_module(f"knn_moe.methods.{module}"), function)(setting)
+        if not isinstance(prepared, Method):
+            raise TypeError(f"{self.prepare} made {prepared!r}, which is no Method.")
+        return prepared
+
+
+METHODS: Final = {
+    "zero-shot": Entry("Zero-shot", "method:prepare_zero_shot", NOTHING),
+    "5-shot": Entry("5-shot", "few_shot:prepare_few_shot"),
+    "sft": Entry("SFT", "sft:prepare_sft"),
+    "sft-router": Entry("SFT (Router Only)", "sft:prepare_router_sft"),
+    "knn": Entry("kNN-MoE", "knn_moe:prepare_knn", MEMORY),
+    "knn-ivfpq": Entry("kNN-MoE (IVFPQ)", "knn_moe:prepare_ivfpq", MEMORY),
+    "knn-selective": Entry("kNN-MoE (Selective)", "selective:prepare_selective", MEMORY),
+    "knn-gated": Entry("kNN-MoE (gated by entropy)", "selective:prepare_gated", MEMORY),
+    "c3po": Entry("C3PO (NGD)", "c3po:prepare_ngd"),
+    "c3po-kernel": Entry("C3PO (kernel regression)", "c3po:prepare_kernel_regression"),
+    "c3po-mode": Entry("C3PO (mode finding)", "c3po:prepare_mode_finding"),
+    "knn-lm": Entry("kNN-LM", "knn_lm:prepare_knn_lm"),
+    "knn+knn-lm": Entry("kNN-MoE + kNN-LM", "knn_lm:prepare_both"),
+    "router-bias": Entry("Router bias on the fly", "router_bias:prepare_router_bias", NOTHING),
+}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A method, and the seconds it took to prepare."""
+
+    method: Method
+    seconds: float
+
+
+def method_named(name: str) -> Entry:
+    entry = METHODS.get(name)
+    if entry is None:
+        meant = get_close_matches(name, METHODS, n=1)
+        hint = f" Did you mean {meant[0]!r}?" if meant else ""
+        raise ConfigError(f"Unknown method {name!r}.{hint} Available: {', '.join(METHODS)}.")
+    return entry
+
+
+def prepare(name: str, setting: Setting) -> Prepared:
+    """Prepare a method on a setting's reference set. What it shares with another counts in full."""
+    entry = method_named(name)
+    setting.borrowed = 0.0
+    started = time.perf_counter()
+    method = entry.load(setting)
+    return Prepared(method, time.perf_counter() - started + setting.borrowed)
