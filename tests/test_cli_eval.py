@@ -96,7 +96,9 @@ def test_a_page(runs: Path, tmp_path: Path) -> None:
 def test_the_list_of_tasks() -> None:
     result = call("eval", "--list")
     assert "arc_easy" in result.stdout
-    names = [task["name"] for task in json.loads(call("eval", "--list", "--json").stdout)]
+    listed = json.loads(call("eval", "--list", "--json").stdout)
+    assert {"zero-shot", "knn", "sft"} <= {method["name"] for method in listed["methods"]}
+    names = [task["name"] for task in listed["tasks"]]
     assert names[:2] == ["gpqa", "mmlu"]
 
 

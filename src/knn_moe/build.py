@@ -29,7 +29,7 @@ from knn_moe.identity import identify, identify_tokenizer
 from knn_moe.intercept import forget_compiled_graphs, hook_on
 from knn_moe.memory import RoutingMemory
 from knn_moe.optimise import frozen, optimise_routing
-from knn_moe.reference import ExampleLike, iter_examples
+from knn_moe.reference import Example, ExampleLike, iter_examples
 from knn_moe.routers import Router, find_routers, input_device, unwrap
 from knn_moe.storage import TemporaryFolder, refuse_existing
 from knn_moe.workspace import Workspace
@@ -70,8 +70,7 @@ def build_memory(
     routers = find_routers(model)
     if any(hook_on(router) for router in routers):
         raise BuildError("The model has a memory attached: detach it before building another.")
-    reference = read_tokens(iter_examples(examples), tokenizer, config, _window(model, config))
-    _check_vocabulary(model, reference)
+    reference = reference_tokens(model, tokenizer, iter_examples(examples), config)
     header = MemoryHeader(
         base_model=identify(model, routers),
         tokenizer=identify_tokenizer(tokenizer),
@@ -155,6 +154,15 @@ def _too_large(config: BuildConfig, shape: tuple[int, ...]) -> ModelTooLargeErro
         f"A batch of {shape[0]} × {shape[1]} tokens did not fit in memory beside the model. "
         f"Lower batch_tokens (now {config.batch_tokens}) or max_length (now {config.max_length})."
     )
+
+
+def reference_tokens(
+    model: nn.Module, tokenizer: Any, examples: Iterable[Example], config: BuildConfig
+) -> ReferenceTokens:
+    """The tokens of a reference set as a memory of it has them, in windows the model can read."""
+    reference = read_tokens(examples, tokenizer, config, _window(model, config))
+    _check_vocabulary(model, reference)
+    return reference
 
 
 def _window(model: nn.Module, config: BuildConfig) -> int:

@@ -15,6 +15,8 @@ from knn_moe.similarity import SIMILARITIES
 
 GRADIENTS: Final = ("sparse", "dense")
 TOKENS: Final = ("all", "completion")
+ENTROPY, CONFIDENCE = "entropy", "confidence"
+GATES: Final = (ENTROPY, CONFIDENCE)
 
 PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
     # §5.1 "Implementation Details": S = 1, η = 2e-2, K = 1, RBF kernel.
@@ -83,6 +85,10 @@ class RoutingConfig:
     stats: bool = True  # count tokens whose experts changed, for `stats()`
     # Or a kind of index, by name. None: exact, or the index of a compressed memory.
     index: IndexConfig | None = None
+    # Leave tokens to the router alone, those it is sure of ("entropy") or those unlike what is
+    # remembered ("confidence"): see gate.py. None: no token.
+    gate: str | None = None
+    gate_share: float = 1 / 3  # of the memory's cases, by their entropy; or λ itself, at most
 
     def __post_init__(self) -> None:
         _check_count("k", self.k, 1)
@@ -98,6 +104,10 @@ class RoutingConfig:
         for name, value in (("gamma", self.gamma), ("gamma_scale", self.gamma_scale)):
             if value is not None and not _SMALLEST <= value <= _LARGEST:
                 raise ConfigError(f"{name} must be a positive fp32 number, got {value}.")
+        if self.gate is not None and self.gate not in GATES:
+            raise ConfigError(_unknown("gate", self.gate, GATES))
+        if not 0 <= self.gate_share <= 1:
+            raise ConfigError(f"gate_share must be from 0 to 1, got {self.gate_share}.")
         if self.layers is not None:
             layers = tuple(dict.fromkeys(self.layers)) if isinstance(self.layers, Iterable) else ()
             if not layers or not all(isinstance(layer, int) for layer in layers):

@@ -15,6 +15,7 @@ from torch import nn
 
 from knn_moe.config import RoutingConfig
 from knn_moe.errors import AttachError, ConfigError, MemoryMismatchError, RouterNotCalledError
+from knn_moe.gate import open_gate
 from knn_moe.hooks import LayerStats, RecallHook, RouterCall, TokenMask
 from knn_moe.identity import identify
 from knn_moe.intercept import forget_compiled_graphs, hook_on, takes_top
@@ -65,9 +66,10 @@ class Routing:
     def _hook(self, router: Router) -> RecallHook:
         device = router.device
         gamma = layer_gamma(self.memory, router.layer, self.config, device)
-        kernels_count = self.config.stats and device.type == "cuda"
-        top = router.top_k if kernels_count and takes_top(router) else 0
         layer = self.memory.layers[router.layer]
+        gate = open_gate(router, layer, self.config)
+        kernels_count = self.config.stats and device.type == "cuda" and gate is None
+        top = router.top_k if kernels_count and takes_top(router) else 0
         try:
             recall = LayerRecall(layer, gamma, self.config, device, count_top=top)
         except torch.OutOfMemoryError:
@@ -76,7 +78,7 @@ class Routing:
                 f'the model. Compress it (knn-moe compress), use RoutingConfig(index="fast"), or '
                 f"attach fewer layers with RoutingConfig(layers=…)."
             ) from None
-        return RecallHook(router, recall, self._mask, count_changes=self.config.stats)
+        return RecallHook(router, recall, self._mask, count_changes=self.config.stats, gate=gate)
 
     def stats(self) -> dict[int, LayerStats]:
         """Per layer: calls, tokens, mean λ, and the share of tokens whose experts changed."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from knn_moe.gate import Gate
 from knn_moe.intercept import ReplaceLogits, RouterHook, chosen_experts
 from knn_moe.recall import UNITS, LayerRecall
 from knn_moe.routers import Router
@@ -77,10 +78,19 @@ class RecallHook(RouterHook):
     """Mixes a layer's recalled logits into its router's, and counts what that did."""
 
     def __init__(
-        self, router: Router, recall: LayerRecall, mask: TokenMask, *, count_changes: bool
+        self,
+        router: Router,
+        recall: LayerRecall,
+        mask: TokenMask,
+        *,
+        count_changes: bool,
+        gate: Gate | None = None,
     ) -> None:
         super().__init__(router, self.mix)
         self.recall = recall
+        self.gate = gate
+        # Kernels would count what the gate then turns away.
+        self.kernels_count = recall.counts and gate is None
         self.mask = mask
         self.count_changes = count_changes
         self.counts = Counts(recall.gamma.device)
@@ -89,7 +99,10 @@ class RecallHook(RouterHook):
 
     def mix(self, inputs: Tensor, logits: Tensor) -> Tensor:
         real = self.mask.real(len(inputs), inputs.device)
-        mixed, confidence = self.recall.forward(inputs, logits, self.counts.sums, real)
+        counts = self.counts.sums if self.kernels_count else None
+        mixed, confidence = self.recall.forward(inputs, logits, counts, real)
+        if self.gate is not None:
+            mixed, confidence = self.gate.forward(logits, mixed, confidence)
         self.state.step = inputs, logits, mixed, confidence, real
         return mixed
 
@@ -103,7 +116,8 @@ class RecallHook(RouterHook):
             return
         inputs, logits, mixed, confidence, real = step
         changed = None
-        uncounted = self.count_changes and not self.recall.counts_changes
+        counted = self.kernels_count and self.recall.counts_changes
+        uncounted = self.count_changes and not counted
         if uncounted or self.observer is not None:
             unmixed = self._unmixed(module, args, kwargs, logits)
             chosen = chosen_experts(self.router, unmixed, logits)
@@ -112,7 +126,7 @@ class RecallHook(RouterHook):
             if self.observer is not None:
                 call = RouterCall(self.router.layer, self.recall, inputs, chosen, used, confidence)
                 self.observer(call)
-        if not self.recall.counts:
+        if not self.kernels_count:
             self.counts.add(confidence, changed, real)
         elif uncounted and changed is not None:
             self.counts.add_changed(changed, real)

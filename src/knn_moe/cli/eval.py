@@ -56,7 +56,7 @@ DEFAULT = ("zero-shot", "knn")
 @click.option("--load", is_flag=True, help="Also measure the routers' load-balancing loss.")
 @click.option("--resume", is_flag=True, help="Go on where a killed run stopped.")
 @click.option("--overwrite", is_flag=True, help="Replace runs that are there.")
-@click.option("--list", "list_tasks", is_flag=True, help="Show the tasks there are.")
+@click.option("--list", "list_tasks", is_flag=True, help="Show the tasks and methods there are.")
 @device_option
 @dtype_option
 @json_option
@@ -211,26 +211,29 @@ def _mean(run: Run) -> float:
 
 def _show_tasks(as_json: bool) -> None:
     from knn_moe.cli.common import print_table
+    from knn_moe.methods import METHODS
     from knn_moe.tasks import all_tasks
 
     tasks = all_tasks()
     if as_json:
-        print_json(
-            [
-                {
-                    "name": name,
-                    "title": task.title,
-                    "scorings": task.kind.scorings,
-                    "hub": task.hub.path if task.hub else None,
-                    "package": task.package is not None,
-                    "note": task.note,
-                }
-                for name, task in tasks.items()
-            ]
-        )
+        listed = [
+            {
+                "name": name,
+                "title": task.title,
+                "scorings": task.kind.scorings,
+                "hub": task.hub.path if task.hub else None,
+                "package": task.package is not None,
+                "note": task.note,
+            }
+            for name, task in tasks.items()
+        ]
+        methods = [{"name": name, "title": each.title} for name, each in METHODS.items()]
+        print_json({"tasks": listed, "methods": methods})
         return
     rows = [
         (name, task.title, ", ".join(task.kind.scorings), task.hub.path if task.hub else "files")
         for name, task in tasks.items()
     ]
     print_table(None, ("task", "title", "scored by", "from"), rows)
+    learned = [(name, each.title, each.needs) for name, each in METHODS.items()]
+    print_table(None, ("method", "title", "learns from"), learned)

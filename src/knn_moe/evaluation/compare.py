@@ -85,7 +85,7 @@ def _line(run: Run, base: Run | None, resamples: int) -> Line:
     return replace(
         line,
         change=paired_bootstrap(ours, theirs, resamples),
-        nll_change=_nll_change(pairs, resamples),
+        nll_change=None if _reworded(run, base) else _nll_change(pairs, resamples),
         by_perplexity=_thirds(pairs, resamples),
     )
 
@@ -99,9 +99,8 @@ def matched(run: Run, base: Run) -> list[tuple[Sample, Sample]]:
             f"{run.method} and {base.method} were not asked the same questions of {run.task}: "
             f"evaluate both with the same --limit, --seed, --scoring and data."
         )
-    reworded = run.facts.get("reworded") or base.facts.get("reworded")
     for fact in _ALIKE:
-        if fact == "batches" and reworded:
+        if fact == "batches" and _reworded(run, base):
             continue  # prompts of other lengths go in batches of their own
         if run.facts.get(fact) != base.facts.get(fact):
             raise RunError(
@@ -109,6 +108,11 @@ def matched(run: Run, base: Run) -> list[tuple[Sample, Sample]]:
                 f"taken for a gain: evaluate both the same way."
             )
     return [(ours[name], theirs[name]) for name in sorted(theirs)]
+
+
+def _reworded(run: Run, base: Run) -> bool:
+    """Whether one of them asked in other words, whose losses are of other tokens."""
+    return bool(run.facts.get("reworded") or base.facts.get("reworded"))
 
 
 def _nll_change(pairs: Sequence[tuple[Sample, Sample]], resamples: int) -> Comparison | None:

@@ -73,22 +73,31 @@ def _read(tokenizer: Any, text: str) -> list[int]:
 
 
 def choices(tokenizer: Any, data: TaskData, rows: Sequence[tuple[str, Row]]) -> list[Question]:
-    """To be answered by the likeliest choice. A choice is tokenised behind its context, as it would
-    be read; what all of them begin with is read once."""
+    """To be answered by the likeliest choice."""
     made = []
     for name, row in rows:
         options = data.task.kind.options(row)
-        before = len(_read(tokenizer, options.context))
-        whole = [_read(tokenizer, options.context + text) for text in options.continuations]
-        shared = min(_shared(whole), before)
-        if shared < 1 or any(len(ids) <= before for ids in whole):
+        found = choice_ids(tokenizer, options)
+        if found is None:
             raise TaskDataError(
                 f"Row {name} of {data.task.name} has a choice of no tokens, or none before them."
             )
-        parts = tuple((ids[shared:], before - shared) for ids in whole)
         text = json.dumps([options.context, options.continuations, options.answer])
-        made.append(Question(name, row, text, whole[0][:shared], parts, options))
+        made.append(Question(name, row, text, *found, options))
     return made
+
+
+def choice_ids(
+    tokenizer: Any, options: Options
+) -> tuple[list[int], tuple[tuple[list[int], int], ...]] | None:
+    """A question's `ids` and `choices`. A choice is tokenised behind its context, as it would be
+    read; what all of them begin with is read once. None: there is nothing to read, or to choose."""
+    before = len(_read(tokenizer, options.context))
+    whole = [_read(tokenizer, options.context + text) for text in options.continuations]
+    shared = min(_shared(whole), before)
+    if shared < 1 or any(len(ids) <= before for ids in whole):
+        return None
+    return whole[0][:shared], tuple((ids[shared:], before - shared) for ids in whole)
 
 
 def _shared(sequences: Sequence[Sequence[int]]) -> int:

@@ -18,8 +18,8 @@ class Sample:
     id: str
     prompt: str  # a hash of it
     score: float
-    nll: float | None
     batch: int
+    nll: float | None = None
     answer: str | None = None
     parsed: str | None = None
     output: str | None = None

@@ -23,6 +23,7 @@ class Entry:
     title: str
     prepare: str
     needs: str = REFERENCE
+    texts: bool = True  # whether it can be asked for plain text, which has no question
 
     def load(self, setting: Setting) -> Method:
         module, _, function = self.prepare.partition(":")
@@ -34,16 +35,17 @@ class Entry:
 
 METHODS: Final = {
     "zero-shot": Entry("Zero-shot", "method:prepare_zero_shot", NOTHING),
-    "5-shot": Entry("5-shot", "few_shot:prepare_few_shot"),
+    "5-shot": Entry("5-shot", "few_shot:prepare_few_shot", texts=False),
     "sft": Entry("SFT", "sft:prepare_sft"),
     "sft-router": Entry("SFT (Router Only)", "sft:prepare_router_sft"),
     "knn": Entry("kNN-MoE", "knn_moe:prepare_knn", MEMORY),
+    "knn-paper": Entry("kNN-MoE (the paper's setting)", "knn_moe:prepare_paper", MEMORY),
     "knn-ivfpq": Entry("kNN-MoE (IVFPQ)", "knn_moe:prepare_ivfpq", MEMORY),
     "knn-selective": Entry("kNN-MoE (Selective)", "selective:prepare_selective", MEMORY),
     "knn-gated": Entry("kNN-MoE (gated by entropy)", "selective:prepare_gated", MEMORY),
-    "c3po": Entry("C3PO (NGD)", "c3po:prepare_ngd"),
-    "c3po-kernel": Entry("C3PO (kernel regression)", "c3po:prepare_kernel_regression"),
-    "c3po-mode": Entry("C3PO (mode finding)", "c3po:prepare_mode_finding"),
+    "c3po": Entry("C3PO (NGD)", "c3po:prepare_ngd", texts=False),
+    "c3po-kernel": Entry("C3PO (kernel regression)", "c3po:prepare_kernel_regression", texts=False),
+    "c3po-mode": Entry("C3PO (mode finding)", "c3po:prepare_mode_finding", texts=False),
     "knn-lm": Entry("kNN-LM", "knn_lm:prepare_knn_lm"),
     "knn+knn-lm": Entry("kNN-MoE + kNN-LM", "knn_lm:prepare_both"),
     "router-bias": Entry("Router bias on the fly", "router_bias:prepare_router_bias", NOTHING),

@@ -15,12 +15,13 @@ from typing import Any, TypeAlias, TypeVar
 
 from torch import nn
 
+from knn_moe.config import BuildConfig
 from knn_moe.evaluation.reference import reference_examples, reference_rows
 from knn_moe.index import IndexConfig
 from knn_moe.memory import RoutingMemory
 from knn_moe.reference import Example
 from knn_moe.tasks.data import TaskData
-from knn_moe.tasks.task import Row
+from knn_moe.tasks.task import TEXT, Row
 
 OnProgress: TypeAlias = Callable[[int, int, str], None]  # done, of how many, what is being done
 T = TypeVar("T")
@@ -61,13 +62,19 @@ class Setting:
         """The same as examples, in the form in which the task will be asked."""
         return reference_examples(self.tokenizer, self.data, self.scoring, self.rows)
 
+    def build_config(self, **changes: Any) -> BuildConfig:
+        """How a memory of the reference is built: text in windows as it will be asked."""
+        if self.scoring == TEXT:
+            changes = {"max_length": self.length, **changes}
+        return BuildConfig(**{"preset": self.preset, **changes})
+
     def made(self, what: str, make: Callable[[], T]) -> T:
         """What `make` makes: once, however many methods ask for it."""
         if what in self._made:
             value, seconds = self._made[what]
             self.borrowed += seconds
             return value  # type: ignore[no-any-return]
-        started = time.perf_counter()
+        started, before = time.perf_counter(), self.borrowed
         made = make()
-        self._made[what] = made, time.perf_counter() - started
+        self._made[what] = made, time.perf_counter() - started + self.borrowed - before
         return made

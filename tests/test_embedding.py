@@ -1,0 +1,121 @@
+"""Sentence embeddings: the model's own vectors, and never another model than the one named."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModel, AutoTokenizer
+
+from knn_moe.errors import ConfigError, MissingDependencyError
+from knn_moe.methods import embedding
+from knn_moe.methods.embedding import PACKAGED, PAPERS, VARIABLE, embedder
+
+TEXTS = [
+    "What is the capital of France?",
+    "Which gas do plants take in?",
+    "Name the city in which France has its government.",
+]
+
+
+@pytest.fixture
+def nothing_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty hub cache that nothing can be added to, and no variable set."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    yield tmp_path / "hub"
+    embedding._load.cache_clear()
+
+
+def packaged() -> Path:
+    folder = embedding._package()
+    assert folder is not None
+    return folder
+
+
+def test_vectors_are_those_of_the_plain_model() -> None:
+    """Mean pooling of the last layer, by transformers alone."""
+    found = embedder(PACKAGED)(TEXTS)
+    tokenizer = AutoTokenizer.from_pretrained(packaged())
+    model = AutoModel.from_pretrained(packaged(), dtype=torch.float32).eval()
+    read = tokenizer(TEXTS, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        states = model(**read).last_hidden_state
+    mask = read["attention_mask"][:, :, None]
+    expected = F.normalize((states * mask).sum(dim=1) / mask.sum(dim=1), dim=-1)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    assert found.dtype == torch.float32
+    assert not found.requires_grad
+    cosines = found @ found.T
+    assert cosines[0, 2] > 0.5 > cosines[0, 1]
+
+
+def test_the_same_again_and_nothing_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+    embedding._load.cache_clear()
+    first = embedder(PACKAGED)
+    vectors = first(TEXTS)
+    assert embedder(PACKAGED) is first
+    embedding._load.cache_clear()
+    assert torch.equal(embedder(PACKAGED)(TEXTS), vectors)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_without_a_name_it_is_the_packaged_one_and_says_so(nothing_downloaded: Path) -> None:
+    assert embedder().name == PACKAGED
+
+
+def test_the_papers_is_taken_where_it_has_been_downloaded(nothing_downloaded: Path) -> None:
+    home = nothing_downloaded / f"models--{PAPERS.replace('/', '--')}"
+    snapshot = home / "snapshots" / "abc"
+    snapshot.parent.mkdir(parents=True)
+    snapshot.symlink_to(packaged())  # small weights in the place of the paper's
+    (home / "refs").mkdir()
+    (home / "refs" / "main").write_text("abc", encoding="utf8")
+    found = embedder()
+    assert found.name == PAPERS
+    assert found(TEXTS).shape == (3, 384)
+
+
+def test_the_variable_comes_first(
+    nothing_downloaded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(packaged()))
+    found = embedder()
+    assert found.name == str(packaged())
+    assert torch.equal(found(TEXTS), embedder(PACKAGED)(TEXTS))
+    monkeypatch.setenv(VARIABLE, "nobody/nothing")
+    with pytest.raises(ConfigError, match="'nobody/nothing' is neither a folder nor on the hub"):
+        embedder()
+
+
+def test_a_folder_of_something_else(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds no embedding model: it has no modules\.json"):
+        embedder(str(tmp_path))
+    (tmp_path / "modules.json").write_text('[{"type": "x.y.Z"}]', encoding="utf8")
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        embedder(str(tmp_path))
+
+
+def test_where_there_is_none_the_ways_to_one_are_named(
+    nothing_downloaded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, PACKAGED.replace("-", "_"), None)
+    with pytest.raises(ConfigError, match=f"hf download {PAPERS}`, or pip install {PACKAGED}, or"):
+        embedder()
+    with pytest.raises(MissingDependencyError, match=f"pip install {PACKAGED}"):
+        embedder(PACKAGED)
+
+
+def test_without_sentence_transformers_its_cure_is_named(
+    nothing_downloaded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embedding._load.cache_clear()
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'knn-moe\[eval\]'"):
+        embedder()

@@ -1,0 +1,205 @@
+"""The paper's tables again: every one is made, goes on after a stop, and says what it is of."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from knn_moe.cli.main import main
+from knn_moe.embedded import embedded_model
+from knn_moe.errors import ConfigError, RunError
+from knn_moe.evaluation.runs import read_run
+from knn_moe.reproduce.paper import PAPER
+from knn_moe.reproduce.run import TABLES, chosen_tables, reproduce
+from knn_moe.reproduce.study import PAPER_TASKS, Plan, Study
+from knn_moe.reproduce.table import Cell, Chart, Series, Table, number, percent, points, row
+from knn_moe.reproduce.write import latex, markdown, read_table, write_table
+from test_evaluation import questions
+
+TEX = Path(os.environ.get("KNN_MOE_DATA", "../shared/data")).parent / "paper.tex"
+
+
+def load(name: str) -> tuple[Any, Any]:
+    place = embedded_model(name)
+    model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
+    return model, AutoTokenizer.from_pretrained(place)
+
+
+@pytest.fixture(scope="module")
+def quiz(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("quiz")
+    for name, rows in (("quiz", questions(9)), ("quiz_ref", questions(7, seed=1))):
+        text = "".join(json.dumps(each) + "\n" for each in rows)
+        (folder / f"{name}.jsonl").write_text(text, encoding="utf8")
+    return str(folder / "quiz.jsonl")
+
+
+def small(quiz: str, folder: Path, **changes: Any) -> Study:
+    plan = {"models": ("tiny-olmoe",), "tasks": (quiz,), "sizes": (0.5, 1.0), "limit": 6}
+    return Study(Plan(**{**plan, **changes}), folder, load, lambda what, done, total: None)
+
+
+@pytest.fixture(scope="module")
+def everything(quiz: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Table]]:
+    """Every table there is, of a few questions."""
+    folder = tmp_path_factory.mktemp("all")
+    return folder, list(reproduce(small(quiz, folder), ["all"]))
+
+
+def test_all_fourteen_are_made_and_written(everything: tuple[Path, list[Table]]) -> None:
+    folder, tables = everything
+    assert [table.name for table in tables] == list(TABLES)
+    assert len(tables) == 14
+    page = (folder / "tables.md").read_text(encoding="utf8")
+    assert all(f"## {table.title}" in page for table in tables)
+    for table in tables:
+        for kind in ("json", "md", "tex", "svg"):
+            assert (folder / f"{table.name}.{kind}").stat().st_size > 100
+        assert read_table(folder, table.name) == table
+        assert any(cell.value is not None for cells in table.rows for cell in cells)
+        assert table.facts["models"] == ["tiny-olmoe"]
+        assert {"hardware", "versions", "seed", "tasks"} <= set(table.facts)
+        assert "not measured here" in (folder / f"{table.name}.md").read_text(encoding="utf8")
+
+
+def test_tables_say_what_their_runs_say(everything: tuple[Path, list[Table]]) -> None:
+    folder, tables = everything
+    main_table = {cells[1].text: cells for cells in tables[0].rows}
+    for method, title in (("zero-shot", "Zero-shot"), ("knn", "kNN-MoE"), ("sft", "SFT")):
+        run = read_run(folder / "runs" / "tiny-olmoe" / "quiz" / method)
+        score = 100 * sum(sample.score for sample in run.samples) / len(run.samples)
+        assert main_table[title][2].value == pytest.approx(score)
+        assert len(run.samples) == 6
+    time = next(table for table in tables if table.name == "construction-time")
+    place = time.columns.index("SFT")
+    run = read_run(folder / "runs" / "tiny-olmoe" / "quiz" / "sft")
+    assert time.rows[0][place].value == run.facts["preparation_seconds"]
+
+
+def test_less_is_remembered_of_less(everything: tuple[Path, list[Table]]) -> None:
+    _, tables = everything
+    held = next(table for table in tables if table.name == "memory-use")
+    exact = [cells[2].value for cells in held.rows]
+    assert exact == sorted(exact)  # type: ignore[type-var]
+    assert len(set(exact)) == 3
+
+
+def test_what_is_there_is_not_made_again(everything: tuple[Path, list[Table]], quiz: str) -> None:
+    folder, tables = everything
+    kept = folder / "runs" / "tiny-olmoe" / "quiz"
+    before = (kept / "knn" / "run.json").stat().st_mtime_ns
+    (folder / "perplexity.json").unlink()
+    (kept / "knn-paper-k-3" / "run.json").unlink()
+    (folder / "neighbours.json").unlink()
+    again = list(reproduce(small(quiz, folder), ["perplexity", "neighbours", "main"]))
+    assert again == [tables[1], tables[4], tables[0]]
+    assert (kept / "knn" / "run.json").stat().st_mtime_ns == before
+    assert (kept / "knn-paper-k-3" / "run.json").exists()
+
+
+def test_another_plan_needs_another_folder(everything: tuple[Path, list[Table]], quiz: str) -> None:
+    folder, _ = everything
+    with pytest.raises(RunError, match="has limit 6, not 5"):
+        list(reproduce(small(quiz, folder, limit=5), ["main"]))
+
+
+def test_names_and_plans_are_checked() -> None:
+    assert chosen_tables(["all", "main"]) == list(TABLES)
+    with pytest.raises(ConfigError, match="Did you mean 'neighbours'"):
+        chosen_tables(["neighbors"])
+    with pytest.raises(ConfigError, match="at least one of its models"):
+        Plan(models=())
+    with pytest.raises(ConfigError, match="shares"):
+        Plan(sizes=(2.0,))
+    paper = Plan.of_the_paper(("m",), None, limit=7)
+    assert (paper.tasks, paper.generate, paper.preset, paper.limit) == (
+        PAPER_TASKS, True, "paper", 7,
+    )  # fmt: skip
+
+
+def test_every_table_has_the_papers_numbers() -> None:
+    assert list(PAPER) == list(TABLES)
+    for printed in PAPER.values():
+        assert all(len(cells) == len(printed.columns) for cells in printed.rows)
+
+
+@pytest.mark.skipif(not TEX.exists(), reason="the paper is not here")
+def test_the_papers_numbers_are_the_papers() -> None:
+    text = TEX.read_text(encoding="utf8").replace(r"$\pm$", "±")
+    for name, printed in PAPER.items():
+        for cells in printed.rows:
+            for cell in cells[1:]:
+                if any(letter.isdigit() for letter in cell):
+                    assert cell.rstrip("†") in text, (name, cell)
+
+
+def a_table() -> Table:
+    return Table(
+        name="a",
+        title="A_table",
+        columns=("what", "how % much"),
+        rows=(row("one & two", percent(0.1234, "†")), row("none", number(None, ".2f"))),
+        charts=(Chart("lines", ("x", "y"), (Series("s", (1.0, None)),), "axis"),),
+        paper=PAPER["selective"],
+    )
+
+
+def test_forms(tmp_path: Path) -> None:
+    table = a_table()
+    text = markdown(table)
+    assert "| one & two | 12.34† |" in text
+    assert "| kNN-MoE (Selective) | 30.30 | 47.85 | 35.41 |" in text
+    tex = latex(table)
+    assert r"one \& two & 12.34$^{\dagger}$ \\" in tex
+    assert r"A\_table" in tex
+    write_table(table, tmp_path)
+    first = (tmp_path / "a.svg").read_bytes()
+    write_table(table, tmp_path)
+    assert (tmp_path / "a.svg").read_bytes() == first
+    assert read_table(tmp_path, "a") == table
+    assert read_table(tmp_path, "b") is None
+    (tmp_path / "a.json").write_text("{}", encoding="utf8")
+    with pytest.raises(RunError, match="format None"):
+        read_table(tmp_path, "a")
+    assert [path.name for path in tmp_path.glob("*.new")] == []
+
+
+def test_cells() -> None:
+    assert points(-0.012) == Cell("-1.20", pytest.approx(-1.2))
+    assert number(float("nan"), ".2f").text == "-"
+    with pytest.raises(ValueError, match="2 cells under 1"):
+        Table(name="a", title="a", columns=("one",), rows=(row("a", "b"),))
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(main, list(arguments))
+
+
+def test_the_command(quiz: str, everything: tuple[Path, list[Table]]) -> None:
+    listed = call("reproduce", "--list", "--json")
+    assert [each["name"] for each in json.loads(listed.stdout)] == list(TABLES)
+    for wrong, said in (
+        (["nothing", "-o", "x"], "Unknown table 'nothing'"),
+        (["main"], "Needs a TABLE"),
+        (["main", "--as-printed", "-o", "x"], "--model must name"),
+    ):
+        result = call("reproduce", *wrong)
+        assert result.exit_code == 2
+        assert said in result.output
+        assert not Path("x").exists()
+
+
+def test_the_command_makes_a_table(quiz: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    asked = ["reproduce", "perplexity", "-o", str(out), "--model", "tiny-olmoe", "-t", quiz]
+    result = call(*asked, "--limit", "5", "--reference", "3", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert "Gains by perplexity" in result.stdout
+    assert (out / "perplexity.tex").exists()
