@@ -24,6 +24,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "eval": "Put benchmarks to a model, with a memory and without.",
     "compare": "Compare evaluated methods, with intervals and paired tests.",
     "report": "Make one page of evaluated runs.",
+    "reproduce": "Make the tables of the paper again.",
     "demo": "See the method work on a small model that comes with the package.",
     "bench": "Measure speed against a named baseline.",
 }

