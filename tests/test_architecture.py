@@ -29,8 +29,8 @@ ORDER = """
     evaluation.sample evaluation.questions evaluation.answers evaluation.reference
     methods.method methods.setting methods.knn_moe methods.registry methods
     evaluation.runs evaluation.run evaluation.compare evaluation
-    reproduce.table reproduce.paper reproduce.study reproduce.results reproduce.sweeps
-    reproduce.costs reproduce.write reproduce.run reproduce
+    reproduce.table reproduce.paper reproduce.plan reproduce.study reproduce.results
+    reproduce.sweeps reproduce.costs reproduce.write reproduce.run reproduce
     bench.models bench.build bench.keys bench.floor bench.search bench.steps bench.plot bench
     demo.result report demo cli.common cli
 """.split()  # noqa: SIM905

@@ -159,6 +159,13 @@ def describe_file(path: Path) -> dict[str, Any]:
     return {"file": path.name, "bytes": path.stat().st_size, "sha256": checksum(path)}
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Written beside and renamed: what is there is whole, or what was there before."""
+    scratch = path.with_name(f"{path.name}.new")
+    scratch.write_text(text, encoding="utf8")
+    scratch.replace(path)
+
+
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
     sealed = {**config, "format_version": FORMAT_VERSION}
     sealed["digest"] = _digest(sealed)

@@ -14,9 +14,9 @@ from knn_moe.cli.common import (
     dtype_option,
     json_option,
     load_model,
-    pick_device,
     print_json,
     progress_bar,
+    usual_dtype,
 )
 
 if TYPE_CHECKING:
@@ -101,9 +101,9 @@ def command(
 def _evaluate(
     model: str, tasks: tuple[str, ...], methods: tuple[str, ...], output: Path, options: Any
 ) -> list[Run]:
-    from knn_moe.evaluation.run import EvalConfig, evaluate
-    from knn_moe.evaluation.runs import RunFolder
-    from knn_moe.methods import prepare
+    from knn_moe.evaluation.run import EvalConfig, evaluate, known_facts
+    from knn_moe.evaluation.runs import RunFolder, finished_run
+    from knn_moe.methods import prepare, prepared_on
 
     config = EvalConfig(
         **{name: options[name] for name in ("scoring", "batch_size", "limit", "seed", "load")},
@@ -118,6 +118,15 @@ def _evaluate(
     for each in data:
         setting = _setting(network, tokenizer, each, config, output, options)
         for name in methods:
+            folder = output / each.task.name / name
+            wanted = {
+                **known_facts(network, each, config),
+                "prepared_on": prepared_on(name, setting),
+            }
+            known = finished_run(folder, wanted) if options["resume"] else None
+            if known is not None:
+                runs.append(known)
+                continue
             with progress_bar(f"{each.task.name}, {name}: preparing") as update:
                 setting.on_progress = update
                 method = prepare(name, setting)
@@ -129,7 +138,7 @@ def _evaluate(
                         each,
                         method,
                         config,
-                        folder=output / each.task.name / name,
+                        folder=folder,
                         resume=options["resume"],
                         overwrite=options["overwrite"],
                         on_progress=lambda done, total, show=update: show(done, total, ""),  # type: ignore[misc]
@@ -168,7 +177,9 @@ def _open(
 def _load(model: str, options: Any) -> tuple[Any, Any]:
     from knn_moe.handle import check_belongs
 
-    network, tokenizer = load_model(model, options["device"], _dtype(options))
+    network, tokenizer = load_model(
+        model, options["device"], usual_dtype(options["device"], options["dtype"])
+    )
     if options["memory"] is not None:
         check_belongs(network, options["memory"])
     return network, tokenizer
@@ -194,15 +205,7 @@ def _setting(
         batch_size=config.batch_size,
         **{name: options[name] for name in ("preset", "memory", "index")},
         folder=folder,
-        reuse=options["resume"],
     )
-
-
-def _dtype(options: Any) -> str:
-    """As asked. A CPU takes ten times as long for bfloat16, in the many shapes that questions have:
-    there it is float32 unless asked otherwise."""
-    on_cpu = pick_device(options["device"]).type == "cpu"
-    return "float32" if options["dtype"] == "auto" and on_cpu else str(options["dtype"])
 
 
 def _mean(run: Run) -> float:

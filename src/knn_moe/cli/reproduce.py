@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,7 +18,11 @@ from knn_moe.cli.common import (
     print_json,
     print_table,
     progress_bar,
+    usual_dtype,
 )
+
+if TYPE_CHECKING:
+    from knn_moe.reproduce.plan import Plan
 
 
 @click.command(name="reproduce")
@@ -27,12 +32,17 @@ from knn_moe.cli.common import (
 @click.option("--model", "models", multiple=True, help="May be repeated. Default: the embedded.")
 @click.option("-t", "--task", "tasks", multiple=True, help="May be repeated.")
 @click.option("--data", help="As for eval: a folder, hub or package. Default: KNN_MOE_DATA.")
-@click.option("--limit", type=click.IntRange(min=1), help="Questions of a task.  [default: 100]")
-@click.option("--reference", type=click.IntRange(min=1), help="Reference rows.  [default: 60]")
+@click.option("--limit", type=click.IntRange(min=1), help="Questions of a task. Default: 100.")
+@click.option("--reference", type=click.IntRange(min=1), help="Reference rows. Default: 60.")
 @click.option("--seed", default=0, show_default=True, help="Of what is drawn.")
 @click.option("--batch-size", default=16, show_default=True)
 @click.option(
-    "--as-printed", is_flag=True, help="The paper's six tasks, whole, in words, its own setting."
+    "--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Processes, on a CPU."
+)
+@click.option(
+    "--as-printed",
+    is_flag=True,
+    help="The paper's six tasks, whole unless limited, in words, by its own setting.",
 )
 @device_option
 @dtype_option
@@ -49,7 +59,7 @@ def command(
     \b
     knn-moe reproduce --list
     knn-moe reproduce main -o results --limit 50
-    knn-moe reproduce all -o results
+    knn-moe reproduce all -o results --jobs 2
     knn-moe reproduce main --as-printed --model allenai/OLMoE-1B-7B-0125-Instruct -o olmoe
 
     Writes TABLE.json, .md, .tex and .svg. What is in the folder already is not made again: a
@@ -63,18 +73,18 @@ def command(
     from knn_moe.reproduce.run import chosen_tables, reproduce
     from knn_moe.reproduce.study import Study
 
-    names = chosen_tables(tables)
-    plan = _plan(options)
+    names, plan = chosen_tables(tables), _plan(options)
+    device = pick_device(options["device"])
+    if device.type != "cpu" and options["jobs"] > 1:
+        raise click.UsageError(f"--jobs is for a CPU, and this runs on {device}.")
+    load = Loader(options["device"], usual_dtype(options["device"], options["dtype"]))
     made = []
     with progress_bar("reproduce") as update:
 
         def step(what: str, done: int, total: int) -> None:
             update(done, total, what)
 
-        def load(name: str) -> tuple[Any, Any]:
-            return load_model(name, options["device"], _dtype(options))
-
-        study = Study(plan, output, load, step, pick_device(options["device"]))
+        study = Study(plan, output, load, step, device, load.dtype, options["jobs"])
         for table in reproduce(study, names):
             made.append(table)
             log.print(f"{table.title}: {output / table.name}.md")
@@ -82,11 +92,23 @@ def command(
         print_json([table.to_dict() for table in made])
         return
     for table in made:
-        print_table(table.title, table.columns, [[cell.text for cell in row] for row in table.rows])
+        rows = [[cell.text for cell in row] for row in table.rows]
+        print_table(table.title, table.columns, rows)
 
 
-def _plan(options: Any) -> Any:
-    from knn_moe.reproduce.study import Plan
+@dataclass(frozen=True)
+class Loader:
+    """Loads models, in another process as well."""
+
+    device: str | None
+    dtype: str
+
+    def __call__(self, name: str) -> tuple[Any, Any]:
+        return load_model(name, self.device, self.dtype)
+
+
+def _plan(options: Any) -> Plan:
+    from knn_moe.reproduce.plan import Plan
 
     given = {
         name: options[name]
@@ -99,12 +121,6 @@ def _plan(options: Any) -> Any:
     if not options["models"]:
         raise click.UsageError("--as-printed asks in words, for which --model must name a model.")
     return Plan.of_the_paper(given.pop("models"), given.pop("data"), **given)
-
-
-def _dtype(options: Any) -> str:
-    """float32 on a CPU unless asked otherwise, as for eval."""
-    on_cpu = pick_device(options["device"]).type == "cpu"
-    return "float32" if options["dtype"] == "auto" and on_cpu else str(options["dtype"])
 
 
 def _show(as_json: bool) -> None:

@@ -113,28 +113,31 @@ def evaluate(
 ) -> Run:
     """Every sample goes to `folder` as it comes; with `resume`, a killed run goes on."""
     config = config or EvalConfig()
-    preparation = {}
-    if isinstance(method, Prepared):
-        preparation, method = {"preparation_seconds": round(method.seconds, 2)}, method.method
+    given = method if isinstance(method, Prepared) else None
+    method = method.method if isinstance(method, Prepared) else method
     asked = _reworded(ask(tokenizer, data, config), method, config)
     _refuse_long(model, data, asked)
     place, facts = RunFolder(folder), _facts(model, data, method, config, asked)
+    facts["prepared_on"] = None if given is None else dict(given.on)
     was_training = model.training
     model.eval()
+    began = time.perf_counter()
     try:
         # What cannot be put on the model is told before anything is written.
         with method.on(model), router_load(model) if config.load else nullcontext() as load:
             done = place.begin(facts, resume=resume, overwrite=overwrite)
             started = time.perf_counter()
-            plain = _answer(model, tokenizer, data, config, asked.scoring)
+            plain = answer_of(model, tokenizer, data, config)
             answer = method.answering(model, plain, asked.batched())
             _put(asked, answer, place, {sample.batch for sample in done}, on_progress)
     finally:
         model.train(was_training)
     # Of a run that went on, part of the load was not seen.
-    seen = load is not None and not done
-    more = {"load_balancing_loss": load.loss()} if load is not None and seen else {}
-    place.finish(time.perf_counter() - started, {**preparation, **more})
+    more = {} if load is None or done else {"load_balancing_loss": load.loss()}
+    more["attach_seconds"] = round(started - began, 2)
+    if given is not None:
+        more["preparation_seconds"] = round(given.seconds, 2)
+    place.finish(time.perf_counter() - started, more)
     return read_run(folder)
 
 
@@ -172,9 +175,9 @@ def _put(
             on_progress(count, len(asked.questions))
 
 
-def _answer(
-    model: nn.Module, tokenizer: Any, data: TaskData, config: EvalConfig, scoring: str
-) -> Answer:
+def answer_of(model: nn.Module, tokenizer: Any, data: TaskData, config: EvalConfig) -> Answer:
+    """How a batch is put to a model, as it then is."""
+    scoring = config.scoring_of(data)
     if scoring == GENERATION:
         tokens = config.max_new_tokens or data.task.kind.max_new_tokens
         return by_generation(model, tokenizer, data.task, tokens)
@@ -185,22 +188,29 @@ def _facts(
     model: nn.Module, data: TaskData, method: Method, config: EvalConfig, asked: Asked
 ) -> dict[str, Any]:
     return {
-        "task": data.task.name,
+        **known_facts(model, data, config),
         "title": data.task.title,
         "note": data.task.note,
         "method": method.name,
         "method_facts": dict(method.facts()),
-        "scoring": asked.scoring,
-        "model": asdict(identify(model, find_routers(model))),
-        "settings": asdict(config),
         "questions": len(asked.questions),
         "asked": hashed("".join(_hashes(asked.questions))),
         "batches": [len(batch) for batch in asked.batches],
         "reworded": asked.reworded,
-        "data": data.source,
         "device": str(input_device(model)),
-        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
         "versions": library_versions(),
+    }
+
+
+def known_facts(model: nn.Module, data: TaskData, config: EvalConfig) -> dict[str, Any]:
+    """What is known of a run before its method is prepared."""
+    return {
+        "task": data.task.name,
+        "scoring": config.scoring_of(data),
+        "model": asdict(identify(model, find_routers(model))),
+        "settings": asdict(config),
+        "data": data.source,
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
     }
 
 

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from knn_moe.errors import RunError
 from knn_moe.evaluation.sample import Sample
+from knn_moe.storage import write_whole
 
 FORMAT: Final = 1
 _RUN: Final = "run.json"
@@ -78,7 +79,7 @@ class RunFolder:
         # The last batch may have been cut off in the middle: what follows writes it anew.
         lines = [json.dumps(sample.to_dict(), ensure_ascii=False) for sample in samples]
         text = "".join(f"{line}\n" for line in lines)
-        _replace(self.path / _SAMPLES, text)
+        write_whole(self.path / _SAMPLES, text)
         return samples
 
     def add(self, samples: Sequence[Sample]) -> None:
@@ -96,13 +97,7 @@ class RunFolder:
         self._write({**run, "finished": True, "seconds": total, **more})
 
     def _write(self, facts: Mapping[str, Any]) -> None:
-        _replace(self.path / _RUN, json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
-
-
-def _replace(path: Path, text: str) -> None:
-    scratch = path.with_suffix(".new")
-    scratch.write_text(text, encoding="utf8")
-    scratch.replace(path)
+        write_whole(self.path / _RUN, json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
 
 
 def read_run(folder: Path) -> Run:
@@ -133,6 +128,15 @@ def _samples(path: Path, facts: Mapping[str, Any]) -> list[Sample]:
     for sample in samples:
         counts[sample.batch] = counts.get(sample.batch, 0) + 1
     return [sample for sample in samples if counts[sample.batch] == sizes[sample.batch]]
+
+
+def finished_run(folder: Path, wanted: Mapping[str, Any]) -> Run | None:
+    """The run in `folder`, if it is whole and has the facts that are wanted."""
+    if not (folder / _RUN).exists():
+        return None
+    run = read_run(folder)
+    same = all(run.facts.get(name) == json.loads(json.dumps(x)) for name, x in wanted.items())
+    return run if same and run.facts["finished"] else None
 
 
 def read_runs(folder: Path) -> list[Run]:

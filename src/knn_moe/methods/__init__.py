@@ -2,7 +2,7 @@
 
 from knn_moe.methods.knn_moe import KnnMoe
 from knn_moe.methods.method import Method, ZeroShot
-from knn_moe.methods.registry import METHODS, Prepared, method_named, prepare
+from knn_moe.methods.registry import METHODS, Prepared, method_named, prepare, prepared_on
 from knn_moe.methods.setting import Setting
 
 __all__ = [
@@ -14,4 +14,5 @@ __all__ = [
     "ZeroShot",
     "method_named",
     "prepare",
+    "prepared_on",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -10,15 +9,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
-from knn_moe.build import BuildProgress, build_memory
+from knn_moe.build import BuildProgress, build_memory, reference_tokens
 from knn_moe.config import RoutingConfig
-from knn_moe.handle import attach
+from knn_moe.handle import attach, check_belongs
 from knn_moe.index import IndexConfig
 from knn_moe.memory import RoutingMemory
 from knn_moe.methods.method import Method
 from knn_moe.methods.setting import Setting
+from knn_moe.storage import CONFIG_FILE, write_whole
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def prepare_knn(setting: Setting) -> KnnMoe:
 
 
 def prepare_paper(setting: Setting) -> KnnMoe:
-    """The paper's own setting: one small step, one neighbour."""
+    """The paper's own setting, one small step and one neighbour: a memory of its own."""
     return KnnMoe(routing_memory(setting, "paper"), name="knn-paper")
 
 
@@ -62,36 +63,51 @@ def prepare_ivfpq(setting: Setting) -> KnnMoe:
 
 
 def routing_memory(setting: Setting, preset: str | None = None) -> RoutingMemory:
-    """The memory given, or one of the reference set, for all methods that want one."""
-    if setting.memory is not None:
+    """The memory given, or one of the reference set, for all methods that want one; by a preset
+    that is named, always one of the reference set."""
+    if setting.memory is not None and preset is None:
         return setting.memory
     preset = preset or setting.preset
-    return setting.made(f"memory-{preset}", lambda: _build(setting, preset))
+    return setting.made(f"memory-{preset}", lambda: _kept(setting, preset))
 
 
-def _build(setting: Setting, preset: str) -> RoutingMemory:
-    """Kept in the setting's folder, but for a secret task's: of that nothing is kept."""
+def _kept(setting: Setting, preset: str) -> RoutingMemory:
+    """Kept in the setting's folder, and found there again; of a secret task nothing is kept."""
     if setting.folder is None or setting.data.task.secret:
-        return _built(setting, preset, None)
+        return _build(setting, preset, None)[0]
     count = f"{len(setting.examples)}-of-seed-{setting.seed}"
     folder = setting.folder / f"memory-{setting.scoring}-{preset}-{count}"
-    clock = folder.with_name(f"seconds-of-{folder.name}")  # for whoever opens it again
-    if setting.reuse and (folder / "memory_config.json").is_file() and clock.is_file():
-        setting.borrowed += float(clock.read_text(encoding="utf8"))
-        return RoutingMemory.from_pretrained(folder)
-    if setting.reuse and folder.exists():
-        shutil.rmtree(folder)  # made, but nobody knows how long it took
-    started = time.perf_counter()
-    memory = _built(setting, preset, folder)
-    clock.write_text(f"{time.perf_counter() - started:.2f}", encoding="utf8")
+    clock = folder.with_name(f"seconds-of-{folder.name}")
+    if clock.is_file() and (folder / CONFIG_FILE).is_file():
+        memory = RoutingMemory.from_pretrained(folder)
+        if _is_of(memory, setting, preset):
+            setting.borrowed += float(clock.read_text(encoding="utf8"))
+            return memory
+    memory, seconds = _build(setting, preset, folder)
+    write_whole(clock, f"{seconds:.2f}")
     return memory
 
 
-def _built(setting: Setting, preset: str, folder: Path | None) -> RoutingMemory:
+def _is_of(memory: RoutingMemory, setting: Setting, preset: str) -> bool:
+    """Whether it is what would be built now."""
+    config = setting.build_config(preset=preset)
+    check_belongs(setting.model, memory)
+    tokens = reference_tokens(setting.model, setting.tokenizer, setting.examples, config)
+    same = torch.equal(memory.provenance.stream, tokens.provenance.stream)
+    return same and memory.build == config
+
+
+def _build(setting: Setting, preset: str, folder: Path | None) -> tuple[RoutingMemory, float]:
+    """And its seconds: of a build that was killed and goes on, as if it had not been."""
+    share = 1.0
+
     def show(progress: BuildProgress) -> None:
+        nonlocal share
+        share = 1 - progress.resumed_tokens / max(progress.total_tokens, 1)
         setting.on_progress(progress.tokens, progress.total_tokens, progress.stage)
 
-    return build_memory(
+    started = time.perf_counter()
+    memory = build_memory(
         setting.model,
         setting.tokenizer,
         setting.examples,
@@ -99,3 +115,5 @@ def _built(setting: Setting, preset: str, folder: Path | None) -> RoutingMemory:
         folder=folder,
         on_progress=show,
     )
+    elapsed = time.perf_counter() - started
+    return memory, elapsed / share if share > 0 else elapsed

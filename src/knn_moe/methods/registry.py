@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
-from typing import Final
+from importlib.util import find_spec
+from typing import Any, Final
 
 from knn_moe.errors import ConfigError
 from knn_moe.methods.method import Method
@@ -24,6 +26,7 @@ class Entry:
     prepare: str
     needs: str = REFERENCE
     texts: bool = True  # whether it can be asked for plain text, which has no question
+    package: str | None = None  # that it cannot do without, beyond the base install
 
     def load(self, setting: Setting) -> Method:
         module, _, function = self.prepare.partition(":")
@@ -32,20 +35,32 @@ class Entry:
             raise TypeError(f"{self.prepare} made {prepared!r}, which is no Method.")
         return prepared
 
+    @property
+    def installed(self) -> bool:
+        return self.package is None or find_spec(self.package) is not None
 
+
+_EMBEDDING: Final = "sentence_transformers"
 METHODS: Final = {
     "zero-shot": Entry("Zero-shot", "method:prepare_zero_shot", NOTHING),
-    "5-shot": Entry("5-shot", "few_shot:prepare_few_shot", texts=False),
-    "sft": Entry("SFT", "sft:prepare_sft"),
+    "5-shot": Entry("5-shot", "few_shot:prepare_few_shot", texts=False, package=_EMBEDDING),
+    "sft": Entry("SFT", "sft:prepare_sft", package="peft"),
     "sft-router": Entry("SFT (Router Only)", "sft:prepare_router_sft"),
     "knn": Entry("kNN-MoE", "knn_moe:prepare_knn", MEMORY),
-    "knn-paper": Entry("kNN-MoE (the paper's setting)", "knn_moe:prepare_paper", MEMORY),
-    "knn-ivfpq": Entry("kNN-MoE (IVFPQ)", "knn_moe:prepare_ivfpq", MEMORY),
+    "knn-paper": Entry("kNN-MoE (the paper's setting)", "knn_moe:prepare_paper"),
+    "knn-ivfpq": Entry("kNN-MoE (IVFPQ)", "knn_moe:prepare_ivfpq", MEMORY, package="faiss"),
     "knn-selective": Entry("kNN-MoE (Selective)", "selective:prepare_selective", MEMORY),
     "knn-gated": Entry("kNN-MoE (gated by entropy)", "selective:prepare_gated", MEMORY),
-    "c3po": Entry("C3PO (NGD)", "c3po:prepare_ngd", texts=False),
-    "c3po-kernel": Entry("C3PO (kernel regression)", "c3po:prepare_kernel_regression", texts=False),
-    "c3po-mode": Entry("C3PO (mode finding)", "c3po:prepare_mode_finding", texts=False),
+    "c3po": Entry("C3PO (NGD)", "c3po:prepare_ngd", texts=False, package=_EMBEDDING),
+    "c3po-kernel": Entry(
+        "C3PO (kernel regression)",
+        "c3po:prepare_kernel_regression",
+        texts=False,
+        package=_EMBEDDING,
+    ),
+    "c3po-mode": Entry(
+        "C3PO (mode finding)", "c3po:prepare_mode_finding", texts=False, package=_EMBEDDING
+    ),
     "knn-lm": Entry("kNN-LM", "knn_lm:prepare_knn_lm"),
     "knn+knn-lm": Entry("kNN-MoE + kNN-LM", "knn_lm:prepare_both"),
     "router-bias": Entry("Router bias on the fly", "router_bias:prepare_router_bias", NOTHING),
@@ -54,10 +69,11 @@ METHODS: Final = {
 
 @dataclass(frozen=True)
 class Prepared:
-    """A method, and the seconds it took to prepare."""
+    """A method, the seconds it took to prepare, and what it was prepared on, as JSON takes it."""
 
     method: Method
     seconds: float
+    on: Mapping[str, Any]
 
 
 def method_named(name: str) -> Entry:
@@ -75,4 +91,10 @@ def prepare(name: str, setting: Setting) -> Prepared:
     setting.borrowed = 0.0
     started = time.perf_counter()
     method = entry.load(setting)
-    return Prepared(method, time.perf_counter() - started + setting.borrowed)
+    seconds = time.perf_counter() - started + setting.borrowed
+    return Prepared(method, seconds, prepared_on(name, setting))
+
+
+def prepared_on(name: str, setting: Setting) -> Mapping[str, Any]:
+    """What of a setting matters to a method, known before it is prepared."""
+    return {} if method_named(name).needs == NOTHING else setting.facts()

@@ -6,9 +6,10 @@ made once, and its seconds count for each of them.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -47,7 +48,6 @@ class Setting:
     memory: RoutingMemory | None = None  # one that is there already
     index: IndexConfig | None = None  # to search it by. None: its own
     folder: Path | None = None  # where what is prepared is kept; None: nowhere
-    reuse: bool = False  # take what an earlier run kept there
     on_progress: OnProgress = _silent
     borrowed: float = field(default=0.0, repr=False)  # seconds of what was made for another method
     _made: dict[str, tuple[Any, float]] = field(default_factory=dict, repr=False)
@@ -61,6 +61,18 @@ class Setting:
     def examples(self) -> list[Example]:
         """The same as examples, in the form in which the task will be asked."""
         return reference_examples(self.tokenizer, self.data, self.scoring, self.rows)
+
+    def facts(self) -> dict[str, Any]:
+        """What tells preparations apart, as JSON takes it; known before anything is prepared."""
+        return {
+            "reference": None if self.limit is None else min(self.limit, len(self.data.reference)),
+            "rows": len(self.data.reference),
+            "seed": self.seed,
+            "length": self.length,
+            "preset": self.preset,
+            "memory": None if self.memory is None else _told_apart(self.memory),
+            "index": None if self.index is None else asdict(self.index),
+        }
 
     def build_config(self, **changes: Any) -> BuildConfig:
         """How a memory of the reference is built: text in windows as it will be asked."""
@@ -78,3 +90,9 @@ class Setting:
         made = make()
         self._made[what] = made, time.perf_counter() - started + self.borrowed - before
         return made
+
+
+def _told_apart(memory: RoutingMemory) -> str:
+    """A hash of what a memory was built of, and how."""
+    tokens = memory.provenance.stream.numpy().tobytes()
+    return hashlib.sha256(tokens + repr(memory.build).encode()).hexdigest()[:16]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Final
 
 from knn_moe.evaluation.compare import AVERAGE, TERCILES, Line, compare_runs
@@ -21,6 +22,7 @@ from knn_moe.reproduce.table import (
     row,
     values,
 )
+from knn_moe.stats import Comparison
 
 BASE: Final = "zero-shot"
 KNN: Final = "knn"
@@ -42,8 +44,10 @@ MAIN: Final = (
 C3PO: Final = (BASE, "c3po", "c3po-kernel", "c3po-mode", "knn-paper", KNN)
 LOAD: Final = (BASE, "sft", "sft-router", "knn-paper", KNN)
 BETTER, WORSE = "†", "‡"
+_NATS: Final = ", nats"
 MARKS: Final = (
-    f"{BETTER} better and {WORSE} worse than zero-shot, p < 0.05, paired bootstrap over questions."
+    f"{BETTER} better and {WORSE} worse than zero-shot, p < 0.05: paired bootstrap over questions "
+    f"or windows, not adjusted for the number of tests."
 )
 
 Lines = Mapping[tuple[str, str], Line]  # (task, method) → how it did
@@ -61,7 +65,9 @@ def runs_of(study: Study, model: str, methods: Sequence[str], tasks: Sequence[st
 
 def lines_of(study: Study, model: str, methods: Sequence[str], tasks: Sequence[str]) -> Lines:
     runs = runs_of(study, model, methods, tasks)
-    return {(line.task, line.method): line for line in compare_runs(runs, BASE)}
+    asked = {study.data(task).task.name: task for task in tasks}  # a task may be asked by its file
+    lines = compare_runs(runs, BASE) if runs else []
+    return {(asked.get(line.task, line.task), line.method): line for line in lines}
 
 
 def mark(line: Line, *, lower_is_better: bool = False) -> str:
@@ -74,17 +80,17 @@ def mark(line: Line, *, lower_is_better: bool = False) -> str:
 
 def main(study: Study) -> Table:
     """Table 1: every method on every benchmark."""
-    tasks = study.plan.tasks
+    tasks, methods = study.plan.tasks, study.methods(MAIN)
     asked = [task for task in tasks if not study.is_text(task)]
     texts = [task for task in tasks if study.is_text(task)]
     heads = [study.title(task) for task in asked]
     heads += [AVERAGE] if len(asked) > 1 else []
-    heads += [head for task in texts for head in (study.title(task), f"{study.title(task)}, nats")]
+    heads += [head for task in texts for head in (study.title(task), f"{study.title(task)}{_NATS}")]
     rows, charts = [], []
-    for model in study.models:
-        lines = lines_of(study, model, MAIN, tasks)
+    for model in study.plan.models:
+        lines = lines_of(study, model, methods, tasks)
         named = {}
-        for method in MAIN:
+        for method in methods:
             cells = [_accuracy(lines, task, method) for task in asked]
             cells += [_accuracy(lines, AVERAGE, method)] if len(asked) > 1 else []
             for task in texts:
@@ -95,6 +101,7 @@ def main(study: Study) -> Table:
     notes = [f"Accuracy in %, of the next token for text. {MARKS}"]
     if texts:
         notes.append("nats: the change of the loss a token against zero-shot; less is better.")
+    notes += left_out(study, methods)
     return Table(
         name="main",
         title="Main results",
@@ -106,9 +113,31 @@ def main(study: Study) -> Table:
     )
 
 
+def left_out(study: Study, methods: Sequence[str]) -> list[str]:
+    """What could not be measured here, and why."""
+    missing = [METHODS[name] for name in methods if not METHODS[name].installed]
+    return [f"{entry.title} was not measured: {entry.package} is missing." for entry in missing]
+
+
 def _accuracy(lines: Lines, task: str, method: str) -> Cell:
     line = lines.get((task, method))
-    return nothing() if line is None else percent(line.score.mean, mark(line))
+    return nothing() if line is None else accuracy_cell(line)
+
+
+def accuracy_cell(line: Line) -> Cell:
+    return replace(percent(line.score.mean, mark(line)), change=_known(line.change))
+
+
+def nats_cell(line: Line) -> Cell:
+    """The change of the loss a token; nothing where the losses cannot be compared."""
+    if line.nll_change is None:
+        return nothing()
+    cell = number(line.nll_change.difference, "+.3f", mark(line, lower_is_better=True))
+    return replace(cell, change=_known(line.nll_change))
+
+
+def _known(change: Comparison | None) -> Mapping[str, float] | None:
+    return None if change is None else asdict(change)
 
 
 def nats(lines: Lines, task: str, method: str) -> Cell:
@@ -116,14 +145,12 @@ def nats(lines: Lines, task: str, method: str) -> Cell:
     line = lines.get((task, method))
     if line is None:
         return nothing()
-    if line.nll_change is None:
-        return number(line.nll, ".3f")
-    return number(line.nll_change.difference, "+.3f", mark(line, lower_is_better=True))
+    return number(line.nll, ".3f") if method == BASE else nats_cell(line)
 
 
 def _bars(model: str, heads: Sequence[str], named: Mapping[str, Sequence[Cell]]) -> Chart:
     """Points over zero-shot, for what is an accuracy."""
-    shown = [place for place, head in enumerate(heads) if not head.endswith(", nats")]
+    shown = [place for place, head in enumerate(heads) if not head.endswith(_NATS)]
     base = values(named[BASE])
     series = []
     for method, cells in named.items():
@@ -143,7 +170,7 @@ def perplexity(study: Study) -> Table:
     """Table 2: the gain by thirds of the base model's perplexity."""
     rows, charts = [], []
     thirds = TERCILES[::-1]  # high first, as in the paper
-    for model in study.models:
+    for model in study.plan.models:
         lines = lines_of(study, model, (BASE, KNN), study.plan.tasks)
         series = []
         for task in study.plan.tasks:
@@ -192,8 +219,9 @@ def _by_method(
 ) -> Table:
     """Accuracy of some methods on tasks, model by model."""
     tasks = study.plan.tasks if tasks is None else tasks
+    methods = study.methods(methods)
     rows, charts = [], []
-    for model in study.models:
+    for model in study.plan.models:
         lines = lines_of(study, model, methods, tasks)
         series = []
         for method in methods:
@@ -207,7 +235,7 @@ def _by_method(
         title=title,
         columns=("model", "method", *(study.title(task) for task in tasks)),
         rows=tuple(rows),
-        notes=(f"Accuracy in %. {MARKS}",),
+        notes=(f"Accuracy in %. {MARKS}", *left_out(study, methods)),
         charts=tuple(charts),
         facts=study.facts(tasks),
     )
@@ -216,20 +244,24 @@ def _by_method(
 def load_balancing(study: Study) -> Table:
     """Table 11: how evenly each method spreads tokens over experts."""
     rows, charts = [], []
-    for model in study.models:
+    methods = [name for name in study.methods(LOAD) if METHODS[name].installed]
+    heads = tuple(METHODS[method].title for method in methods)
+    for model in study.plan.models:
         series = []
         for task in study.plan.tasks:
-            cells = [_load(study.run(model, task, method)) for method in LOAD]
+            cells = [_load(study.run(model, task, method)) for method in methods]
             rows.append(row(model, study.title(task), *cells))
             series.append(Series(study.title(task), values(cells)))
-        heads = tuple(METHODS[method].title for method in LOAD)
         charts.append(Chart("bars", heads, tuple(series), "load-balancing loss", model))
     return Table(
         name="load-balancing",
         title="Load balancing",
-        columns=("model", "benchmark", *(METHODS[method].title for method in LOAD)),
+        columns=("model", "benchmark", *heads),
         rows=tuple(rows),
-        notes=("N Σ f P over all layers; the number of chosen experts is the least: even.",),
+        notes=(
+            "N Σ f P over all layers, of all tokens that were read: wrong choices and the padding "
+            "of choices included. The number of chosen experts is the least: even.",
+        ),
         charts=tuple(charts),
         facts=study.facts(study.plan.tasks),
     )

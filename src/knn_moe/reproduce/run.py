@@ -5,12 +5,19 @@ A table that is on disk already is read, not made again; its runs are shared wit
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from itertools import product
+from multiprocessing import get_context
 from typing import Final
 
-from knn_moe.errors import ConfigError
+import torch
+
+from knn_moe.errors import ConfigError, KnnMoeError
 from knn_moe.reproduce import costs, results, sweeps
 from knn_moe.reproduce.paper import PAPER
 from knn_moe.reproduce.study import Study
@@ -27,7 +34,6 @@ class Entry:
     title: str
     where: str
     make: Callable[[Study], Table]
-    first_only: bool = False  # of the first model alone
 
 
 TABLES: Final = {
@@ -44,7 +50,7 @@ TABLES: Final = {
     "load-balancing": Entry("Load balancing", "Table 11", results.load_balancing),
     "similarity": Entry("Similarity functions", "Table 12", sweeps.similarity),
     "top1-share": Entry("Share of the nearest", "Table 13", sweeps.top1_share),
-    "seeds": Entry("Random seeds", "Table 14", sweeps.seeds, first_only=True),
+    "seeds": Entry("Random seeds", "Table 14", sweeps.seeds),
 }
 
 
@@ -65,29 +71,64 @@ def chosen_tables(names: Sequence[str]) -> list[str]:
 def reproduce(study: Study, names: Sequence[str]) -> Iterator[Table]:
     """Tables as they are done, each written to the study's folder.
 
-    First all runs of one model, then of the next: a model is loaded once.
+    First all runs of one model, task by task, then of the next: a model is loaded once. What fails
+    does not keep the other tables from being made; the first failure is raised at the end.
     """
     names = chosen_tables(names)
-    study.begin()
+    study.check()
     missing = [name for name in names if read_table(study.folder, name) is None]
-    for model in study.models:
-        part = study.of(model)
-        for name in missing:
-            if not TABLES[name].first_only or model == study.models[0]:
-                TABLES[name].make(part)
-    made = []
+    if missing:
+        study.begin()
+        _make_runs(study, missing)
+    failures = []
     for name in names:
-        made.append(_table(study, name))
-        yield made[-1]
-    write_page(made, study.folder)
+        try:
+            yield _table(study, name)
+        except KnnMoeError as error:
+            failures.append(error)
+    tables = (read_table(study.folder, name) for name in TABLES)
+    write_page([table for table in tables if table is not None], study.folder)
+    if failures:
+        raise failures[0]
+
+
+def _make_runs(study: Study, names: Sequence[str]) -> None:
+    """Everything the tables are made of; in several processes, a model and task for each, where
+    the study has jobs. What fails here fails again, and is told, when its table is made."""
+    units = list(product(study.plan.models, study.plan.tasks))
+    if study.jobs == 1:
+        for unit in units:
+            _make_unit(study, unit, names)
+        return
+    with ProcessPoolExecutor(study.jobs, get_context("spawn")) as pool:
+        threads = max(1, (os.cpu_count() or 1) // study.jobs)
+        bare = replace(study, on_step=_silent, _loaded={}, _data={}, _settings={})
+        waiting = [pool.submit(_in_process, bare, unit, names, threads) for unit in units]
+        for count, done in enumerate(as_completed(waiting), start=1):
+            done.result()
+            study.on_step("models and tasks", count, len(units))
+
+
+def _in_process(study: Study, unit: tuple[str, str], names: Sequence[str], threads: int) -> None:
+    torch.set_num_threads(threads)
+    _make_unit(study, unit, names)
+
+
+def _make_unit(study: Study, unit: tuple[str, str], names: Sequence[str]) -> None:
+    part = study.of(*unit)
+    for name in names:
+        with suppress(KnnMoeError):
+            TABLES[name].make(part)
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    pass
 
 
 def _table(study: Study, name: str) -> Table:
     known = read_table(study.folder, name)
     if known is not None:
         return known
-    entry = TABLES[name]
-    made = entry.make(study.of(study.models[0]) if entry.first_only else study)
-    table = replace(made, paper=PAPER[name])
+    table = replace(TABLES[name].make(study), paper=PAPER[name])
     write_table(table, study.folder)
     return table

@@ -11,27 +11,34 @@ from typing import Any, Final
 import torch
 
 from knn_moe.build import build_memory
+from knn_moe.config import PRESETS, RoutingConfig
 from knn_moe.evaluation.compare import compare_runs
 from knn_moe.evaluation.run import ask
 from knn_moe.evaluation.runs import Run
 from knn_moe.handle import attach
 from knn_moe.memory import RoutingMemory
-from knn_moe.methods import KnnMoe, Method, Prepared, Setting
+from knn_moe.methods import METHODS, KnnMoe, Method, Prepared, Setting
 from knn_moe.methods.knn_moe import routing_memory
-from knn_moe.reproduce.results import BASE, KNN, MARKS, mark
+from knn_moe.reproduce.results import (
+    BASE,
+    KNN,
+    MARKS,
+    accuracy_cell,
+    left_out,
+    nats_cell,
+)
 from knn_moe.reproduce.study import Study
 from knn_moe.reproduce.table import Cell, Chart, Series, Table, number, percent, row, values
 from knn_moe.usage import similarity_share
 
-PRESETS: Final = ("paper", "strong")
 NEIGHBOURS: Final = (1, 3, 5, 10)
 STEPS: Final = (1, 3, 10)
 SIMILARITIES: Final = {"rbf": "RBF", "rbf-unit": "RBF + L2 Norm", "cosine": "Cosine"}
-SEEDS: Final = (0, 1, 2)
+SEEDS: Final = 3
+TUNED: Final = ("sft", "sft-router")
 SHARE_OF: Final = 5  # neighbours, in the share of the nearest
-STEPS_SHARE: Final = 0.25  # of the reference set: each number of steps is a memory of its own
 
-# (model, task, preset) and a setting → its run
+# (model, task, preset) → the run of one setting
 Varied = Callable[[str, str, str], Run]
 
 
@@ -64,10 +71,10 @@ def sized(study: Study, model: str, task: str, preset: str, share: float) -> Run
 
 def _plain(study: Study, model: str, task: str, preset: str) -> Run:
     """The run that the main table has already."""
-    if preset == "paper":
-        return study.run(model, task, "knn-paper")
     if preset == study.plan.preset:
         return study.run(model, task, KNN)
+    if preset == "paper":
+        return study.run(model, task, "knn-paper")
     return study.variant(model, task, f"knn-{preset}", lambda: _knn(study, model, task, preset))
 
 
@@ -101,6 +108,9 @@ def _changed(study: Study, name: str, **changes: Any) -> Varied:
     """The same memory, used otherwise."""
 
     def run(model: str, task: str, preset: str) -> Run:
+        usual = RoutingConfig(**PRESETS[preset]["routing"])
+        if replace(usual, **changes) == usual:
+            return _plain(study, model, task, preset)
         make = partial(_knn, study, model, task, preset, **changes)
         return study.variant(model, task, f"knn-{preset}-{name}", make)
 
@@ -113,7 +123,7 @@ def steps(study: Study) -> Table:
     def at(count: int) -> Varied:
         def run(model: str, task: str, preset: str) -> Run:
             def make() -> KnnMoe:
-                setting = study.setting(model, task, STEPS_SHARE)
+                setting = study.setting(model, task, study.plan.steps_share)
                 return KnnMoe(_with_steps(setting, preset, count))
 
             return study.variant(model, task, f"knn-{preset}-steps-{count}", make)
@@ -121,7 +131,7 @@ def steps(study: Study) -> Table:
         return run
 
     table = _sweep(study, ("steps", "Gradient descent steps", "S"), {str(s): at(s) for s in STEPS})
-    note = f"With {STEPS_SHARE:.0%} of the reference set: each S is a memory of its own."
+    note = f"With {study.plan.steps_share:.0%} of the reference rows stated below."
     return replace(table, notes=(*table.notes, note))
 
 
@@ -135,9 +145,9 @@ def _sweep(study: Study, said: tuple[str, str, str], settings: Mapping[str, Vari
     change of the loss a token of text."""
     name, title, varied = said
     plan = study.plan
-    pairs = [(model, preset) for model in study.models for preset in PRESETS]
+    pairs = [(model, preset) for model in plan.models for preset in plan.presets]
     rows, charts = [], []
-    for task in plan.ablation:
+    for task in plan.swept:
         found: dict[str, list[Cell]] = {label: [] for label in settings}
         for model, preset in pairs:
             base = study.run(model, task, BASE)
@@ -161,7 +171,7 @@ def _sweep(study: Study, said: tuple[str, str, str], settings: Mapping[str, Vari
             f"zero-shot, in nats: less is better. {MARKS}",
         ),
         charts=tuple(charts),
-        facts=study.facts(plan.ablation),
+        facts=study.facts(plan.swept),
     )
 
 
@@ -170,10 +180,7 @@ def _against(study: Study, task: str, run: Run, base: Run) -> Cell:
     if run.method == base.method:
         return number(0.0, "+.3f") if text else percent(_score(base))
     line = compare_runs([base, run], base.method)[1]
-    if text:
-        change = line.nll_change.difference if line.nll_change else None
-        return number(change, "+.3f", mark(line, lower_is_better=True))
-    return percent(line.score.mean, mark(line))
+    return nats_cell(line) if text else accuracy_cell(line)
 
 
 def _score(run: Run) -> float:
@@ -183,7 +190,7 @@ def _score(run: Run) -> float:
 def top1_share(study: Study) -> Table:
     """Table 13: how much of the similarity of five neighbours is the nearest's."""
     plan = study.plan
-    pairs = [(model, preset) for model in study.models for preset in PRESETS]
+    pairs = [(model, preset) for model in plan.models for preset in plan.presets]
     found: dict[str, list[Cell]] = {task: [] for task in plan.tasks}
     for model, preset in pairs:
         for task in plan.tasks:
@@ -221,18 +228,19 @@ def _share(study: Study, model: str, task: str, preset: str) -> float:
 
 def seeds(study: Study) -> Table:
     """Table 14: fine-tuning again, from other seeds."""
-    model, plan = study.models[0], study.plan
-    methods = {"sft": "SFT", "sft-router": "SFT (Router Only)"}
+    plan = study.plan
+    model, drawn = plan.models[0], [plan.seed + more for more in range(SEEDS)]
+    methods = {name: METHODS[name].title for name in TUNED if METHODS[name].installed}
     rows = []
     found: dict[str, list[float]] = {title: [] for title in methods.values()}
-    for task in plan.ablation:
+    for task in plan.seeded:
         cells = []
         for method, title in methods.items():
-            scores = [100 * _score(_seeded(study, model, task, method, seed)) for seed in SEEDS]
+            scores = [100 * _score(_seeded(study, model, task, method, seed)) for seed in drawn]
             found[title].append(mean(scores))
             cells.append(Cell(f"{mean(scores):.2f}±{stdev(scores):.2f}", mean(scores)))
         rows.append(row(model, study.title(task), *cells))
-    heads = tuple(study.title(task) for task in plan.ablation)
+    heads = tuple(study.title(task) for task in plan.seeded)
     series = tuple(Series(title, tuple(scores)) for title, scores in found.items())
     return Table(
         name="seeds",
@@ -240,17 +248,19 @@ def seeds(study: Study) -> Table:
         columns=("model", "benchmark", *methods.values()),
         rows=tuple(rows),
         notes=(
-            f"Accuracy in %, mean ± standard deviation of {len(SEEDS)} seeds of training, at the "
-            "learning rate chosen with the first. Zero-shot and kNN-MoE draw nothing.",
+            f"Accuracy in %, mean ± standard deviation over seeds {', '.join(map(str, drawn))}, "
+            "which draw the validation split, the order and the adapters, at the learning rate "
+            "that was chosen with the first. Zero-shot and kNN-MoE draw nothing.",
+            *left_out(study, TUNED),
         ),
         charts=(Chart("bars", heads, series, "accuracy (%)", model),),
-        facts=study.facts(plan.ablation),
+        facts=study.facts(plan.seeded),
     )
 
 
 def _seeded(study: Study, model: str, task: str, method: str, seed: int) -> Run:
     first = study.run(model, task, method)
-    if seed == SEEDS[0]:
+    if seed == study.plan.seed:
         return first
     rate = first.facts["method_facts"]["learning_rate"]
     make = partial(_tuned, study, model, task, method, seed, rate)

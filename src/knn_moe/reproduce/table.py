@@ -22,6 +22,7 @@ class Cell:
 
     text: str
     value: float | None = None
+    change: Mapping[str, float] | None = None  # against zero-shot: difference, low, high, p
 
 
 @dataclass(frozen=True)
@@ -108,10 +109,6 @@ class Table:
         )
 
 
-def words(text: str) -> Cell:
-    return Cell(text)
-
-
 def nothing() -> Cell:
     """What was not measured, or is not defined."""
     return Cell(NOTHING)
@@ -135,7 +132,7 @@ def points(difference: float | None, mark: str = "") -> Cell:
 
 
 def row(*cells: Cell | str) -> tuple[Cell, ...]:
-    return tuple(words(cell) if isinstance(cell, str) else cell for cell in cells)
+    return tuple(Cell(cell) if isinstance(cell, str) else cell for cell in cells)
 
 
 def values(cells: Sequence[Cell]) -> tuple[float | None, ...]:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from knn_moe.errors import MissingDependencyError, RunError
 from knn_moe.reproduce.table import Chart, Table
+from knn_moe.storage import write_whole
 
 THE_PAPERS: Final = "The paper's numbers, of its own models and data; not measured here."
 _COLOURS: Final = (
@@ -23,19 +24,20 @@ _SPECIAL: Final = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_",
     "{": r"\{", "}": r"\}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
     "†": r"$^{\dagger}$", "‡": r"$^{\ddagger}$", "±": r"$\pm$", "Σ": r"$\Sigma$", "₁": r"$_1$",
+    "<": "$<$", ">": "$>$",
 }  # fmt: skip
 
 
 def write_table(table: Table, folder: Path) -> None:
-    """NAME.json, NAME.md, NAME.tex and NAME.svg."""
+    """NAME.json, NAME.md, NAME.tex and, where there is something to draw, NAME.svg."""
     folder.mkdir(parents=True, exist_ok=True)
     if table.charts:
         _draw(table, folder / f"{table.name}.svg")
-    _replace(folder / f"{table.name}.md", markdown(table))
-    _replace(folder / f"{table.name}.tex", latex(table))
+    write_whole(folder / f"{table.name}.md", markdown(table))
+    write_whole(folder / f"{table.name}.tex", latex(table))
     # Last: a table counts as done by this file.
     text = json.dumps(table.to_dict(), indent=1, ensure_ascii=False)
-    _replace(folder / f"{table.name}.json", f"{text}\n")
+    write_whole(folder / f"{table.name}.json", f"{text}\n")
 
 
 def read_table(folder: Path, name: str) -> Table | None:
@@ -51,13 +53,7 @@ def read_table(folder: Path, name: str) -> Table | None:
 
 def write_page(tables: Sequence[Table], folder: Path) -> None:
     """All tables on one page, tables.md."""
-    _replace(folder / "tables.md", "\n".join(markdown(table, level=2) for table in tables))
-
-
-def _replace(path: Path, text: str) -> None:
-    scratch = path.with_name(f"{path.name}.new")
-    scratch.write_text(text, encoding="utf8")
-    scratch.replace(path)
+    write_whole(folder / "tables.md", "\n".join(markdown(table, level=2) for table in tables))
 
 
 def markdown(table: Table, level: int = 1) -> str:
@@ -79,9 +75,12 @@ def _how(table: Table) -> str:
     tasks = "; ".join(f"{name}: {said}" for name, said in facts.get("tasks", {}).items())
     versions = ", ".join(f"{name} {said}" for name, said in facts.get("versions", {}).items())
     models = ", ".join(facts.get("models", ()))
+    jobs = facts.get("jobs", 1)
+    beside = f", {jobs} processes side by side" if jobs > 1 else ""
     return (
-        f"Measured on {models} ({facts.get('hardware', '')}; seed {facts.get('seed')}, preset "
-        f"{facts.get('preset')}). {tasks}. {versions}."
+        f"Measured on {models}, {facts.get('dtype')}, with {facts.get('hardware')}{beside}; seed "
+        f"{facts.get('seed')}, batches of {facts.get('batch_size')}, kNN-MoE by preset "
+        f"{facts.get('preset')}. {tasks}. {versions}."
     )
 
 
@@ -94,7 +93,7 @@ def latex(table: Table) -> str:
     """Two tabulars in booktabs' style: what was measured, and the paper's."""
     notes = " ".join(table.notes)
     rows = [[cell.text for cell in cells] for cells in table.rows]
-    parts = [_tabular(table.columns, rows, f"{table.title}. {notes}")]
+    parts = [_tabular(table.columns, rows, f"{table.title}. {notes} {_how(table)}")]
     if table.paper is not None:
         caption = f"{table.title}. {THE_PAPERS} {table.paper.caption}"
         parts.append(_tabular(table.paper.columns, table.paper.rows, caption))
@@ -134,8 +133,10 @@ def _draw(table: Table, path: Path) -> None:
         axes.set_ylabel(chart.axis)
         axes.set_title(chart.title, loc="left", fontsize=10)
         axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    scratch = path.with_name(f"new-{path.name}")
     with mpl.rc_context({"svg.hashsalt": "knn-moe"}):  # the same picture, byte for byte
-        figure.savefig(path, metadata={"Date": None})
+        figure.savefig(scratch, metadata={"Date": None})
+    scratch.replace(path)
 
 
 def _bars(axes: Any, chart: Chart) -> None:
