@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,26 @@ def test_going_on_uses_what_is_there(runs: Path, quiz: Path) -> None:
     refused = call(*asked, "--batch-size", "4", "--device", "cpu")
     assert refused.exit_code == 2
     assert "There is a run in" in refused.output
+
+
+def test_another_method_uses_the_memory_that_is_there(
+    runs: Path, quiz: Path, tmp_path: Path
+) -> None:
+    runs = shutil.copytree(runs, tmp_path / "runs")
+    asked = ["eval", "tiny-olmoe", "-t", str(quiz), "--scoring", "likelihood", "-o", str(runs)]
+    asked += ["--batch-size", "4", "--device", "cpu", "-m"]
+    before = sorted(path.stat().st_mtime_ns for path in (runs / "quiz").glob("memory-*"))
+    assert call(*asked, "knn-gated").exit_code == 0
+    assert sorted(path.stat().st_mtime_ns for path in (runs / "quiz").glob("memory-*")) == before
+    # What is finished is neither prepared nor asked again.
+    run = runs / "quiz" / "knn-gated" / "run.json"
+    written = run.stat().st_mtime_ns
+    again = call(*asked, "knn-gated", "--resume", "--json")
+    assert again.exit_code == 0, again.output
+    assert run.stat().st_mtime_ns == written
+    other = call(*asked, "knn-gated", "--resume", "--preset", "paper")
+    assert other.exit_code == 2
+    assert "it cannot be gone on with" in other.output
 
 
 def test_writing_over_replaces_the_memory_as_well(quiz: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from knn_moe.cli.common import (
     dtype_option,
     json_option,
     load_model,
+    load_structure,
     log,
     pick_device,
     print_json,
@@ -72,11 +73,14 @@ def command(
         raise click.UsageError("Needs a TABLE, or all, and -o FOLDER; or --list.")
     from knn_moe.reproduce.run import chosen_tables, reproduce
     from knn_moe.reproduce.study import Study
+    from knn_moe.routers import find_routers
 
     names, plan = chosen_tables(tables), _plan(options)
     device = pick_device(options["device"])
     if device.type != "cpu" and options["jobs"] > 1:
         raise click.UsageError(f"--jobs is for a CPU, and this runs on {device}.")
+    for name in plan.models:
+        find_routers(load_structure(name))  # what cannot be loaded is told before anything runs
     load = Loader(options["device"], usual_dtype(options["device"], options["dtype"]))
     made = []
     with progress_bar("reproduce") as update:

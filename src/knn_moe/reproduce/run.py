@@ -78,7 +78,6 @@ def reproduce(study: Study, names: Sequence[str]) -> Iterator[Table]:
     study.check()
     missing = [name for name in names if read_table(study.folder, name) is None]
     if missing:
-        study.begin()
         _make_runs(study, missing)
     failures = []
     for name in names:
@@ -87,7 +86,9 @@ def reproduce(study: Study, names: Sequence[str]) -> Iterator[Table]:
         except KnnMoeError as error:
             failures.append(error)
     tables = (read_table(study.folder, name) for name in TABLES)
-    write_page([table for table in tables if table is not None], study.folder)
+    whole = [table for table in tables if table is not None]
+    if whole:
+        write_page(whole, study.folder)
     if failures:
         raise failures[0]
 

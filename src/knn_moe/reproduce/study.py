@@ -51,6 +51,7 @@ class Study:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: str = "float32"
     jobs: int = 1  # of this kind, at a time
+    whole: Plan | None = None  # of which `plan` is a part
     _loaded: dict[str, tuple[Any, Any]] = field(default_factory=dict, repr=False)
     _data: dict[str, TaskData] = field(default_factory=dict, repr=False)
     _settings: dict[tuple[Any, ...], Setting] = field(default_factory=dict, repr=False)
@@ -80,20 +81,22 @@ class Study:
 
     def _described(self) -> dict[str, Any]:
         """What all runs of a folder have in common."""
-        sources = {task: self.data(task).source for task in self.plan.tasks}
-        found = {**asdict(self.plan), "data": sources, "dtype": self.dtype, "jobs": self.jobs}
+        plan = self.whole or self.plan
+        sources = {task: self.data(task).source for task in plan.tasks}
+        found = {**asdict(plan), "data": sources, "dtype": self.dtype, "jobs": self.jobs}
         found |= {"hardware": hardware(self.device), "versions": versions()}
         described: dict[str, Any] = json.loads(json.dumps(found))
         return described
 
-    def begin(self) -> None:
+    def _claim(self) -> None:
         """From here on the folder is this study's."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_whole(self.folder / _STUDY, json.dumps(self._described(), indent=1) + "\n")
+        if not (self.folder / _STUDY).exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_whole(self.folder / _STUDY, json.dumps(self._described(), indent=1) + "\n")
 
     def of(self, model: str, task: str) -> Study:
         """The same of one model and task. What is loaded and prepared is shared."""
-        return replace(self, plan=self.plan.of(model, task))
+        return replace(self, plan=self.plan.of(model, task), whole=self.plan)
 
     def data(self, task: str) -> TaskData:
         if task not in self._data:
@@ -139,6 +142,7 @@ class Study:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
             self._loaded[name] = self.load(name)
+            self._claim()
         return self._loaded[name]
 
     def setting(self, model: str, task: str, share: float = 1.0) -> Setting:
