@@ -12,9 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
-from knn_moe.embedded import embedded_model
 from knn_moe.errors import ConfigError
 from knn_moe.evaluation.questions import Question
 from knn_moe.evaluation.run import EvalConfig, ask, evaluate
@@ -26,22 +25,12 @@ from knn_moe.tasks import Choice, Number, Task, TaskData, Text
 from knn_moe.tasks.task import Verdict
 from test_evaluation import questions
 from test_pathways import hooks_on, slow_logits
+from tiny import model, tokenizer  # noqa: F401
 
 CONFIG = C3poConfig(embedding="own")
 STRONG = replace(CONFIG, learning_rate=2.0)
 LIKELY = EvalConfig(scoring="likelihood", batch_size=4)
 VARIANTS = {"c3po": C3po, "c3po-kernel": KernelRegression, "c3po-mode": ModeFinding}
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(embedded_model("tiny-olmoe"))
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    place = embedded_model("tiny-olmoe")
-    return AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")

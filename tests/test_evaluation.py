@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from knn_moe import BuildConfig, Example, build_memory
 from knn_moe.embedded import embedded_model
@@ -26,20 +26,10 @@ from knn_moe.methods import KnnMoe, Method, ZeroShot
 from knn_moe.report.runs import render_runs
 from knn_moe.tasks import Choice, Number, Task, TaskData, Text
 from knn_moe.tasks.task import Options
+from tiny import model, tokenizer  # noqa: F401
 
 WORDS = "a stone the river some bread green light one mountain two birds rain".split()  # noqa: SIM905
 LIKELY = EvalConfig(scoring="likelihood", batch_size=4)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(embedded_model("tiny-olmoe"))
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    place = embedded_model("tiny-olmoe")
-    return AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
 
 
 def questions(count: int, seed: int = 0) -> list[dict[str, Any]]:

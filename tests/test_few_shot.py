@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
-from knn_moe.embedded import embedded_model
 from knn_moe.errors import ConfigError
 from knn_moe.evaluation.compare import matched
 from knn_moe.evaluation.questions import Question
@@ -21,21 +20,11 @@ from knn_moe.methods.few_shot import FewShot, prepare_few_shot
 from knn_moe.tasks import Choice, Number, Task, TaskData, Text
 from knn_moe.tasks.kinds import Function, Program
 from knn_moe.tasks.task import Kind, Row
+from tiny import model, tokenizer  # noqa: F401
 
 TOPICS = ("capital of", "river of", "mountain of", "language of", "currency of", "flag of")
 LANDS = ("France", "Peru", "Japan")
 LIKELY = EvalConfig(scoring="likelihood", batch_size=4)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(embedded_model("tiny-olmoe"))
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    place = embedded_model("tiny-olmoe")
-    return AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
 
 
 def rows() -> list[Row]:

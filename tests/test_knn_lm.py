@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
+import tiny
 from conftest import family, make_texts
-from knn_moe.embedded import EMBEDDED_MODELS, embedded_model
+from knn_moe.embedded import EMBEDDED_MODELS
 from knn_moe.errors import ConfigError, ReferenceSetError, UnsupportedModelError
 from knn_moe.evaluation.run import EvalConfig, evaluate
 from knn_moe.index import IndexConfig, build_index
@@ -49,24 +50,19 @@ TASK = Task(name="words", title="Words", kind=Text(), files="words")
 DATA = TaskData(TASK, sentences(6, seed=1), sentences(14, seed=0), "made up")
 
 
-def trained(name: str) -> PreTrainedModel:
-    place = embedded_model(name)
-    return AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
-
-
 @pytest.fixture(scope="module")
 def words() -> Any:
-    return AutoTokenizer.from_pretrained(embedded_model("tiny-olmoe"))
+    return tiny.words()
 
 
 @pytest.fixture(scope="module", params=EMBEDDED_MODELS)
 def each(request: pytest.FixtureRequest, words: Any) -> Setting:
-    return Setting(trained(request.param), words, DATA, "text", length=24)
+    return Setting(tiny.trained(request.param), words, DATA, "text", length=24)
 
 
 @pytest.fixture(scope="module")
 def setting(words: Any) -> Setting:
-    return Setting(trained("tiny-olmoe"), words, DATA, "text", length=24)
+    return Setting(tiny.trained("tiny-olmoe"), words, DATA, "text", length=24)
 
 
 @pytest.fixture(params=["gemma4_text", "granitemoe", "jamba"])
@@ -201,7 +197,7 @@ def test_choices_are_scored_as_when_read_whole(setting: Setting) -> None:
 
 
 def test_a_model_in_bf16(words: Any) -> None:
-    model = trained("tiny-qwen3").to(torch.bfloat16)
+    model = tiny.trained("tiny-qwen3").to(torch.bfloat16)
     setting = Setting(model, words, DATA, "text", length=24)
     method = prepare_knn_lm(setting)
     assert setting.made("knn-lm-store", lambda: None).keys.dtype == torch.bfloat16

@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
-from knn_moe.embedded import embedded_model
 from knn_moe.errors import ConfigError, KnnMoeError
 from knn_moe.evaluation.compare import Line
 from knn_moe.methods import METHODS, KnnMoe, Method, Setting, ZeroShot, prepare, prepared_on
@@ -20,17 +18,7 @@ from knn_moe.reproduce.results import BETTER, WORSE, mark
 from knn_moe.stats import Accuracy, Comparison
 from knn_moe.tasks import Choice, Task, TaskData
 from test_evaluation import questions
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(embedded_model("tiny-olmoe"))
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    place = embedded_model("tiny-olmoe")
-    return AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
+from tiny import model, tokenizer  # noqa: F401
 
 
 @pytest.fixture

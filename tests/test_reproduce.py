@@ -10,12 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from click.testing import CliRunner, Result
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from knn_moe.cli.main import main
-from knn_moe.embedded import embedded_model
 from knn_moe.errors import ConfigError, KnnMoeError, RunError
 from knn_moe.evaluation.runs import read_run
 from knn_moe.reproduce.paper import PAPER
@@ -25,6 +22,7 @@ from knn_moe.reproduce.study import Study
 from knn_moe.reproduce.table import Cell, Chart, Series, Table, number, percent, points, row
 from knn_moe.reproduce.write import latex, markdown, read_table, write_table
 from test_evaluation import questions
+from tiny import trained, words
 
 TEX = Path(os.environ.get("KNN_MOE_DATA", "../shared/data")).parent / "paper.tex"
 LABELS = {  # of our tables in the paper
@@ -37,9 +35,7 @@ LABELS = {  # of our tables in the paper
 
 
 def load(name: str) -> tuple[Any, Any]:
-    place = embedded_model(name)
-    model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
-    return model, AutoTokenizer.from_pretrained(place)
+    return trained(name), words()
 
 
 @pytest.fixture(scope="module")

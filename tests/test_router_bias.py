@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from conftest import family
-from knn_moe.embedded import EMBEDDED_MODELS, embedded_model
+from knn_moe.embedded import EMBEDDED_MODELS
 from knn_moe.errors import ConfigError
 from knn_moe.evaluation.answers import by_likelihood
 from knn_moe.evaluation.run import EvalConfig, ask, evaluate
@@ -20,6 +20,7 @@ from knn_moe.methods import Setting, ZeroShot, prepare
 from knn_moe.methods.router_bias import Bias, RouterBias, RouterBiasConfig, biased, fit_bias
 from knn_moe.routers import find_routers
 from knn_moe.tasks import Choice, Number, Task, TaskData, Text
+from tiny import model, tokenizer, trained  # noqa: F401
 
 TEXT = """The lighthouse keeper counted ships from the stone tower. In the evening the fog came in
 from the river, and two birds slept under the lamp. Nobody in the village believed the story of
@@ -29,24 +30,9 @@ PROMPTS = [TEXT[:160], TEXT[160:240], "Two birds", TEXT[:300]]
 CONFIG = RouterBiasConfig(steps=3, learning_rate=1.0)
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(embedded_model("tiny-olmoe"))
-
-
-def trained(name: str) -> PreTrainedModel:
-    place = embedded_model(name)
-    return AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
-
-
 @pytest.fixture(scope="module", params=EMBEDDED_MODELS)
 def each(request: pytest.FixtureRequest) -> PreTrainedModel:
     return trained(request.param)
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return trained("tiny-olmoe")
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from knn_moe import BuildConfig, build_memory, find_routers
 from knn_moe.embedded import embedded_model
@@ -21,19 +21,9 @@ from knn_moe.methods import KnnMoe, Method, Setting, ZeroShot, prepare
 from knn_moe.methods.selective import Selective, lowest_third
 from knn_moe.stats import by_tercile
 from knn_moe.tasks import Choice, Number, Task, TaskData, Text
+from tiny import model, tokenizer  # noqa: F401
 
 WORDS = "a stone the river some bread green light one mountain two birds rain".split()  # noqa: SIM905
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(embedded_model("tiny-olmoe"))
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    place = embedded_model("tiny-olmoe")
-    return AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
 
 
 def rows(count: int, seed: int) -> list[dict[str, Any]]:

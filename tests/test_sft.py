@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, PreTrainedModel
 
-from knn_moe.embedded import embedded_model
 from knn_moe.errors import (
     ConfigError,
     MissingDependencyError,
@@ -27,23 +25,13 @@ from knn_moe.methods.training_loop import (
     split_reference,
 )
 from knn_moe.tasks import TaskData
+from tiny import model, tokenizer, trained  # noqa: F401
 from tuned import (
     QUICK,
     left_as_it_was,
-    load,
     quiz_data,
     quiz_setting,
 )
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(embedded_model("tiny-olmoe"))
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return load("tiny-olmoe")
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +176,7 @@ def test_missing_parts_name_their_cure(
 
 
 def test_a_loss_that_is_no_number_is_told(tokenizer: Any, quiz: TaskData) -> None:
-    model = load("tiny-olmoe")
+    model = trained("tiny-olmoe")
     with torch.no_grad():
         model.model.norm.weight.fill_(math.nan)
     with pytest.raises(ModelError, match=r"No learning rate of 0\.01 gives a loss"):

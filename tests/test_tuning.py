@@ -9,11 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedModel
 
 from families import FAMILIES
 from knn_moe import Example, find_routers
-from knn_moe.embedded import EMBEDDED_MODELS, embedded_model
+from knn_moe.embedded import EMBEDDED_MODELS
 from knn_moe.errors import (
     ReferenceSetError,
     UnsupportedModelError,
@@ -37,23 +36,13 @@ from knn_moe.methods.training_loop import (
 from knn_moe.methods.tuning import adapters, linear_maps, train_with_trl
 from knn_moe.reference import tokenise
 from knn_moe.tasks import Task, TaskData, Text
+from tiny import model, tokenizer, trained, words  # noqa: F401
 from tuned import (
     ONE_RATE,
     QUICK,
-    load,
     quiz_data,
     quiz_setting,
 )
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(embedded_model("tiny-olmoe"))
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return load("tiny-olmoe")
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +73,7 @@ def test_the_loss_counts_on_answers_alone(model: Any, tokenizer: Any, quiz: Task
 
 
 def test_of_a_conversation_the_last_answer_counts(model: Any, quiz: TaskData) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(embedded_model("tiny-olmoe"))
+    tokenizer = words()
     tokenizer.chat_template = (
         "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}[assistant] {% endif %}"
@@ -138,7 +127,7 @@ def test_a_text_is_on_one_side_of_the_split(model: Any, tokenizer: Any, prose: T
 @pytest.mark.parametrize("name", EMBEDDED_MODELS)
 def test_every_linear_map_gets_an_adapter_that_learns(name: str, tokenizer: Any, quiz: Any) -> None:
     """And as plain weights they give what they gave as adapters."""
-    model = load(name)
+    model = trained(name)
     split = split_reference(quiz_setting(model, tokenizer, quiz), 0.2, 0)
     batch = collate(split.valid)
     inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
@@ -200,7 +189,7 @@ def test_linear_maps_are_found_in_any_family(family: Any) -> None:
 
 @pytest.mark.parametrize("name", EMBEDDED_MODELS)
 def test_routers_alone_are_trained(name: str, tokenizer: Any, quiz: TaskData) -> None:
-    model = load(name)
+    model = trained(name)
     method = prepare_router_sft(quiz_setting(model, tokenizer, quiz), QUICK)
     kinds = ("weight", "bias") if name == "tiny-gpt-oss" else ("weight",)
     routers = {f"{each.name}.{kind}" for each in find_routers(model) for kind in kinds}
@@ -215,7 +204,7 @@ def test_routers_alone_are_trained(name: str, tokenizer: Any, quiz: TaskData) ->
 
 
 def test_quantised_experts_are_refused(tokenizer: Any, quiz: TaskData) -> None:
-    model = load("tiny-gpt-oss")
+    model = trained("tiny-gpt-oss")
     for layer in model.model.layers:
         experts = layer.mlp.experts
         for name in ("gate_up_proj", "down_proj"):
@@ -255,7 +244,7 @@ def by_hand(model: Any, batch: dict[str, Tensor]) -> tuple[float, float]:
 def test_training_loss_is_that_of_the_answers_and_of_balance(
     name: str, tokenizer: Any, quiz: TaskData
 ) -> None:
-    model = load(name)
+    model = trained(name)
     windows = split_reference(quiz_setting(model, tokenizer, quiz), 0.2, 0).train
     answers, balance = by_hand(model, collate(windows))
     weight = balance_weight(model)
@@ -279,7 +268,7 @@ def test_both_trainers_train_the_same(
     capfd: Any,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    model = load(name)
+    model = trained(name)
     capfd.readouterr()
     split = split_reference(quiz_setting(model, tokenizer, quiz), 0.2, 0)
     courses: list[Course] = []
@@ -352,7 +341,7 @@ def test_small_steps_in_bf16_are_not_lost() -> None:
 
 @pytest.mark.parametrize("prepare", [prepare_sft, prepare_router_sft])
 def test_a_bf16_model_is_tuned(prepare: Any, tokenizer: Any, quiz: TaskData) -> None:
-    model = load("tiny-olmoe", torch.bfloat16)
+    model = trained("tiny-olmoe", torch.bfloat16)
     method = prepare(quiz_setting(model, tokenizer, quiz), QUICK)
     assert method.facts()["validation_loss"] < method.facts()["untouched_validation_loss"]
     with method.on(model):

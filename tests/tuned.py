@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from knn_moe.embedded import embedded_model
 from knn_moe.methods.setting import Setting
 from knn_moe.methods.training_loop import (
     TuneConfig,
@@ -21,11 +20,6 @@ from knn_moe.tasks import Choice, Task, TaskData
 
 ONE_RATE = TuneConfig(learning_rates=(1e-3,), rank=4, epochs=2, batch_size=4)
 QUICK = TuneConfig(learning_rates=(1e-2,), rank=4, epochs=1, batch_size=4, trainer="plain")
-
-
-def load(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_pretrained(embedded_model(name), dtype=dtype)
-    return model.eval()
 
 
 def rows(count: int, first: int = 0) -> list[dict[str, Any]]:
