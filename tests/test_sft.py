@@ -33,6 +33,9 @@ from tuned import (
     quiz_setting,
 )
 
+# Two threads add in any order: trained twice, weights would differ in their last digits.
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture(scope="module")
 def quiz() -> TaskData:
