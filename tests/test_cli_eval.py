@@ -132,6 +132,7 @@ def test_the_list_of_tasks() -> None:
         (["tiny-olmoe", "-t", "QUIZ", "-o", "OUT", "--limit", "0"], "limit must be at least 1"),
         (["tiny-olmo", "-t", "QUIZ", "-o", "OUT"], "Did you mean 'tiny-olmoe'?"),
         (["tiny-olmoe", "-t", "QUIZ", "-o", "OUT", "-m", "magic"], "Unknown method 'magic'"),
+        (["./nosuch", "-t", "QUIZ", "-o", "OUT"], "from './nosuch': there is no such folder"),
         (["tiny-olmoe", "-t", "arc_easy", "-o", "OUT", "--data", "OUT"], "No file arc_easy_test"),
         (["tiny-olmoe", "-t", "QUIZ", "-o", "OUT", "--memory", "OUT"], "OUT"),
         (["tiny-olmoe", "-t", "QUIZ", "-o", "OUT", "--index", "fats"], "Unknown index 'fats'"),

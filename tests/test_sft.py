@@ -26,20 +26,15 @@ from knn_moe.methods.training_loop import (
 )
 from knn_moe.tasks import TaskData
 from tiny import model, tokenizer, trained  # noqa: F401
-from tuned import (
+from tuned import (  # noqa: F401
     QUICK,
     left_as_it_was,
-    quiz_data,
+    quiz,
     quiz_setting,
 )
 
 # Two threads add in any order: trained twice, weights would differ in their last digits.
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def quiz() -> TaskData:
-    return quiz_data()
 
 
 # The search for a learning rate.

@@ -37,20 +37,15 @@ from knn_moe.methods.tuning import adapters, linear_maps, train_with_trl
 from knn_moe.reference import tokenise
 from knn_moe.tasks import Task, TaskData, Text
 from tiny import model, tokenizer, trained, words  # noqa: F401
-from tuned import (
+from tuned import (  # noqa: F401
     ONE_RATE,
     QUICK,
-    quiz_data,
+    quiz,
     quiz_setting,
 )
 
 # Two threads add in any order: trained twice, weights would differ in their last digits.
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def quiz() -> TaskData:
-    return quiz_data()
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -84,6 +85,7 @@ def left_as_it_was(model: PreTrainedModel) -> Iterator[None]:
         model.model.embed_tokens.weight.requires_grad_(True)
 
 
-def quiz_data() -> TaskData:
+@pytest.fixture(scope="module")
+def quiz() -> TaskData:
     task = Task(name="quiz", title="Quiz", kind=Choice(), files="quiz")
     return TaskData(task, rows(6, 100), rows(10), "made up")

@@ -22,6 +22,7 @@ from knn_moe.index import IndexConfig
 from knn_moe.memory import RoutingMemory
 from knn_moe.methods import METHODS
 from knn_moe.methods.knn_moe import routing_memory
+from knn_moe.reproduce.results import by_benchmark
 from knn_moe.reproduce.study import Study
 from knn_moe.reproduce.table import Cell, Chart, Series, Table, nothing, number, row, values
 
@@ -33,29 +34,24 @@ ROUNDS: Final = 3
 
 def construction_time(study: Study) -> Table:
     """Table 7: seconds to prepare each method on the same reference set."""
-    rows, charts = [], []
     columns = {
-        title: part for title, (name, part) in _columns(study).items() if METHODS[name].installed
+        title: seconds
+        for title, (name, seconds) in _columns(study).items()
+        if METHODS[name].installed
     }
-    for model in study.plan.models:
-        series = []
-        for task in study.plan.tasks:
-            cells = [seconds(study, model, task) for seconds in columns.values()]
-            rows.append(row(model, study.title(task), *cells))
-            series.append(Series(study.title(task), values(cells)))
-        charts.append(Chart("bars", tuple(columns), tuple(series), "seconds", model))
-    return Table(
+
+    def cells(model: str, task: str) -> list[Cell]:
+        return [seconds(study, model, task) for seconds in columns.values()]
+
+    return replace(
+        by_benchmark(study, list(columns), cells, "seconds"),
         name="construction-time",
         title="Construction time",
-        columns=("model", "benchmark", *columns),
-        rows=tuple(rows),
         notes=(
             "Seconds to prepare on the reference set. One training: three epochs at one learning "
             "rate; a search has three rates or more. IVFPQ: its index, beyond the memory. The "
             "first 5-shot and C3PO also load their embedding model.",
         ),
-        charts=tuple(charts),
-        facts=study.facts(study.plan.tasks),
     )
 
 

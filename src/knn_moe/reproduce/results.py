@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Final
 
@@ -168,35 +168,48 @@ def _minus(value: float | None, other: float | None) -> float | None:
 
 def perplexity(study: Study) -> Table:
     """Table 2: the gain by thirds of the base model's perplexity."""
-    rows, charts = [], []
     thirds = TERCILES[::-1]  # high first, as in the paper
-    for model in study.plan.models:
-        lines = lines_of(study, model, (BASE, KNN), study.plan.tasks)
-        series = []
-        for task in study.plan.tasks:
-            found = lines[task, KNN].by_perplexity or {}
-            cells = [
-                points(found[third].difference, _sure(found[third].significant))
-                if third in found
-                else nothing()
-                for third in thirds
-            ]
-            rows.append(row(model, study.title(task), *cells))
-            series.append(Series(study.title(task), values(cells)))
-        charts.append(Chart("bars", thirds, tuple(series), "points over zero-shot", model))
-    return Table(
+
+    def cells(model: str, task: str) -> list[Cell]:
+        line = lines_of(study, model, (BASE, KNN), [task])[task, KNN]
+        found = [(line.by_perplexity or {}).get(third) for third in thirds]
+        return [
+            nothing() if part is None else points(part.difference, "*" if part.significant else "")
+            for part in found
+        ]
+
+    table = by_benchmark(study, thirds, cells, "points over zero-shot")
+    return replace(
+        table,
         name="perplexity",
         title="Gains by perplexity",
-        columns=("model", "benchmark", *thirds),
-        rows=tuple(rows),
         notes=("Points of accuracy, kNN-MoE less zero-shot. * p < 0.05 within the third.",),
-        charts=tuple(charts),
-        facts=study.facts(study.plan.tasks),
     )
 
 
-def _sure(significant: bool) -> str:
-    return "*" if significant else ""
+def by_benchmark(
+    study: Study,
+    heads: Sequence[str],
+    cells_of: Callable[[str, str], Sequence[Cell]],
+    axis: str,
+) -> Table:
+    """A row for each model and task, with a panel for each model; its name is still to be given."""
+    rows, charts = [], []
+    for model in study.plan.models:
+        series = []
+        for task in study.plan.tasks:
+            cells = cells_of(model, task)
+            rows.append(row(model, study.title(task), *cells))
+            series.append(Series(study.title(task), values(cells)))
+        charts.append(Chart("bars", tuple(heads), tuple(series), axis, model))
+    return Table(
+        name="",
+        title="",
+        columns=("model", "benchmark", *heads),
+        rows=tuple(rows),
+        charts=tuple(charts),
+        facts=study.facts(study.plan.tasks),
+    )
 
 
 def selective(study: Study) -> Table:
@@ -243,27 +256,21 @@ def _by_method(
 
 def load_balancing(study: Study) -> Table:
     """Table 11: how evenly each method spreads tokens over experts."""
-    rows, charts = [], []
     methods = [name for name in study.methods(LOAD) if METHODS[name].installed]
-    heads = tuple(METHODS[method].title for method in methods)
-    for model in study.plan.models:
-        series = []
-        for task in study.plan.tasks:
-            cells = [_load(study.run(model, task, method)) for method in methods]
-            rows.append(row(model, study.title(task), *cells))
-            series.append(Series(study.title(task), values(cells)))
-        charts.append(Chart("bars", heads, tuple(series), "load-balancing loss", model))
-    return Table(
+
+    def cells(model: str, task: str) -> list[Cell]:
+        return [_load(study.run(model, task, method)) for method in methods]
+
+    heads = [METHODS[method].title for method in methods]
+    return replace(
+        by_benchmark(study, heads, cells, "load-balancing loss"),
         name="load-balancing",
         title="Load balancing",
-        columns=("model", "benchmark", *heads),
-        rows=tuple(rows),
         notes=(
             "N Σ f P over all layers, of all tokens that were read: wrong choices and the padding "
             "of choices included. The number of chosen experts is the least: even.",
+            *left_out(study, LOAD),
         ),
-        charts=tuple(charts),
-        facts=study.facts(study.plan.tasks),
     )
 
 
