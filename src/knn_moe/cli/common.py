@@ -131,8 +131,8 @@ def load_structure(name: str) -> Any:
 
     if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
         raise ModelError(
-            f"Cannot load a causal language model from {name!r}: there is no such folder. Embedded: "
-            f"{', '.join(EMBEDDED_MODELS)}; or give a folder or a hub id."
+            f"Cannot load a causal language model from {name!r}: there is no such folder. "
+            f"Embedded: {', '.join(EMBEDDED_MODELS)}; or give a folder or a hub id."
         )
     try:
         config = AutoConfig.from_pretrained(embedded_model(name))
