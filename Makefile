@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# A process a core, a file of tests at a time: their torch uses one thread.
+PYTEST := -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-oldest pytest lint types format bench publish clean
@@ -23,7 +25,7 @@ demo: $(STAMP)  ## build memories for an embedded model, measure them, write dem
 test: lint types pytest  ## lint, types and tests
 
 pytest: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python $(PYTEST)
 
 lint: $(STAMP)  ## ruff: lint and format
 	$(BIN)/ruff check .
@@ -51,7 +53,7 @@ $(OLD)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 test-oldest: $(OLD)/.installed  ## the tests that touch transformers, on 5.17
-	$(OLD)/bin/python -m pytest tests/test_families.py tests/test_routers.py tests/test_attach.py tests/test_attach_errors.py tests/test_proof.py tests/test_likelihood.py tests/test_trace.py tests/test_embedded.py
+	$(OLD)/bin/python $(PYTEST) tests/test_families.py tests/test_routers.py tests/test_attach.py tests/test_attach_errors.py tests/test_proof.py tests/test_likelihood.py tests/test_trace.py tests/test_embedded.py
 
 clean:  ## remove what make made
 	rm -rf $(VENV) $(OLD) .mypy_cache .ruff_cache .pytest_cache .hypothesis

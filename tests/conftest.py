@@ -28,6 +28,13 @@ VOCABULARY = 128
 BUILD = BuildConfig(learning_rate=5.0, batch_tokens=64)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    """Several add in any order, so that the same work done twice differs in its last digits; and
+    on a busy machine they wait for each other much longer than these tests work."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def _deterministic() -> None:
     torch.manual_seed(0)
@@ -72,15 +79,6 @@ def memory(tokenizer: object) -> RoutingMemory:
 @pytest.fixture
 def prompt(tokenizer: Callable[..., dict[str, list[int]]]) -> torch.Tensor:
     return encode(tokenizer, make_texts(1, seed=5, shortest=9, longest=9)[0])
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """Small indexes gain nothing by a second thread, and on a busy machine wait long for it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

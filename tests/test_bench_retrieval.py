@@ -44,14 +44,12 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
+def _one_thread_of_faiss() -> Iterator[None]:
     """Threads wait for each other on busy cores, many times longer than this work takes."""
-    before = torch.get_num_threads(), faiss.omp_get_max_threads()
-    torch.set_num_threads(1)
+    before = faiss.omp_get_max_threads()
     faiss.omp_set_num_threads(1)
     yield
-    torch.set_num_threads(before[0])
-    faiss.omp_set_num_threads(before[1])
+    faiss.omp_set_num_threads(before)
 
 
 def retrieval(*arguments: object) -> Result:

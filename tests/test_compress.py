@@ -39,8 +39,6 @@ from knn_moe.errors import (
 from knn_moe.index import ExactIndex
 from knn_moe.memory import LayerMemory
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:

@@ -38,7 +38,7 @@ from knn_moe.intercept import hook_on
 from knn_moe.methods import KnnMoe, ZeroShot
 from knn_moe.tasks import Choice, Task, TaskData
 
-pytestmark = pytest.mark.usefixtures("one_thread", "offline")
+pytestmark = pytest.mark.usefixtures("offline")
 
 REMEMBERED = [
     ("Which planet is nearest to the sun?", ["Venus", "Mercury", "the Earth", "Mars"], 1),

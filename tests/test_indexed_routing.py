@@ -36,8 +36,6 @@ from knn_moe.index.grid import principal_axes
 from knn_moe.similarity import SIMILARITIES
 from knn_moe.trace import trace
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:

@@ -33,10 +33,6 @@ from tuned import (  # noqa: F401
     quiz_setting,
 )
 
-# Two threads add in any order: trained twice, weights would differ in their last digits.
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 # The search for a learning rate.
 
 

@@ -44,9 +44,6 @@ from tuned import (  # noqa: F401
     quiz_setting,
 )
 
-# Two threads add in any order: trained twice, weights would differ in their last digits.
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(scope="module")
 def prose() -> TaskData:

@@ -5,7 +5,6 @@ A table that is on disk already is read, not made again; its runs are shared wit
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
@@ -102,7 +101,7 @@ def _make_runs(study: Study, names: Sequence[str]) -> None:
             _make_unit(study, unit, names)
         return
     with ProcessPoolExecutor(study.jobs, get_context("spawn")) as pool:
-        threads = max(1, (os.cpu_count() or 1) // study.jobs)
+        threads = max(1, torch.get_num_threads() // study.jobs)
         bare = replace(study, on_step=_silent, _loaded={}, _data={}, _settings={})
         waiting = [pool.submit(_in_process, bare, unit, names, threads) for unit in units]
         for count, done in enumerate(as_completed(waiting), start=1):
