@@ -100,6 +100,8 @@ def _make_runs(study: Study, names: Sequence[str]) -> None:
         for unit in units:
             _make_unit(study, unit, names)
         return
+    # The longest first: no process is left alone with it at the end.
+    units.sort(key=lambda unit: study.length(unit[1]), reverse=True)
     with ProcessPoolExecutor(study.jobs, get_context("spawn")) as pool:
         threads = max(1, torch.get_num_threads() // study.jobs)
         bare = replace(study, on_step=_silent, _loaded={}, _data={}, _settings={})
