@@ -20,6 +20,7 @@ class MemoryHeader:
     build: BuildConfig = field(default_factory=BuildConfig)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     libraries: Mapping[str, str] = field(default_factory=lambda: library_versions())
+    calibration: Mapping[str, Any] | None = None  # what `calibrate` found, for people to read
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -32,6 +33,7 @@ class MemoryHeader:
             build=BuildConfig(**config["build"]),
             routing=RoutingConfig(**config["routing"]),
             libraries=config["libraries"],
+            calibration=config.get("calibration"),
         )
 
 

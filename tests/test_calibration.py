@@ -1,0 +1,199 @@
+"""A memory that calibrates itself: it is no judge of itself, and is silent where it is no use."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from conftest import BUILD, VOCABULARY, encode, family, make_texts
+from knn_moe import RoutingConfig, RoutingMemory, attach, build_memory, calibrate, find_routers
+from knn_moe.calibration import Calibration, CalibrationConfig
+from knn_moe.calibration.fit import Cases, find_neighbours, fit_kernels
+from knn_moe.calibration.judge import judge
+from knn_moe.calibration.slices import own_reference, owners, split
+from knn_moe.config import LayerKernel
+from knn_moe.controls import shuffle_values
+from knn_moe.errors import CalibrationError, ConfigError
+from knn_moe.optimise import summed_loss
+
+QUICK = CalibrationConfig(epochs=6, neighbours=(1, 4))
+
+
+def sayings(count: int, seed: int = 0) -> list[str]:
+    """Texts of a few phrases in any order: what one says helps to read another."""
+    draw = random.Random(seed)
+    phrases = [[str(draw.randrange(3, VOCABULARY)) for _ in range(6)] for _ in range(5)]
+    draw = random.Random(seed + 1)
+    return [" ".join(word for _ in range(3) for word in draw.choice(phrases)) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return family("olmoe")
+
+
+@pytest.fixture(scope="module")
+def memory(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> RoutingMemory:
+    config = replace(BUILD, steps=5, learning_rate=20.0)
+    return build_memory(model, tokenizer, sayings(24), config)
+
+
+@pytest.fixture(scope="module")
+def found(model: PreTrainedModel, memory: RoutingMemory) -> Calibration:
+    return calibrate(model, memory, config=QUICK)
+
+
+def loss(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> float:
+    total, tokens = 0.0, 0
+    for text in texts:
+        ids = encode(tokenizer, text)
+        with torch.no_grad():
+            logits = model(ids, use_cache=False).logits[0, :-1]
+        total += float(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum"))
+        tokens += ids.shape[1] - 1
+    return total / tokens
+
+
+def test_what_is_found_helps_on_text_that_nobody_has_seen(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    memory: RoutingMemory,
+    found: Calibration,
+) -> None:
+    fresh = sayings(60)[24:]
+    alone = loss(model, tokenizer, fresh)
+    with attach(model, memory):
+        usual = loss(model, tokenizer, fresh)
+    with attach(model, memory, found.routing):
+        calibrated = loss(model, tokenizer, fresh)
+    assert found.helps
+    assert calibrated < usual < alone
+    assert found.judgement.change.low < calibrated - alone < found.judgement.change.high
+
+
+def test_it_can_be_had_again(
+    model: PreTrainedModel, memory: RoutingMemory, found: Calibration
+) -> None:
+    again = calibrate(model, memory, config=QUICK)
+    assert again.routing == found.routing
+    assert again.judgement == found.judgement
+
+
+def test_the_reference_set_given_is_the_memory_s_own(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    memory: RoutingMemory,
+    found: Calibration,
+) -> None:
+    given = calibrate(model, memory, sayings(24), QUICK, tokenizer=tokenizer)
+    assert given.routing == found.routing
+    with pytest.raises(ConfigError, match="tokenizer="):
+        calibrate(model, memory, sayings(24), QUICK)
+
+
+def test_useless_memories_keep_silent(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, memory: RoutingMemory
+) -> None:
+    """Texts that have nothing in common; and values that belong to other cases."""
+    noise = build_memory(model, tokenizer, make_texts(16, shortest=12), BUILD)
+    for useless in (noise, shuffle_values(memory)):
+        silent = calibrate(model, useless, config=QUICK)
+        assert not silent.helps
+        ids = encode(tokenizer, sayings(30)[-1])
+        with torch.no_grad():
+            expected = model(ids).logits
+            with attach(model, useless, silent.routing) as routing:
+                assert torch.equal(model(ids).logits, expected)
+        assert routing.stats() == {}
+
+
+def test_an_example_never_recalls_itself(model: PreTrainedModel, memory: RoutingMemory) -> None:
+    reference = own_reference(memory)
+    fitting, _ = split(reference, 0.3, 10_000, seed=0)
+    owner = owners(memory.provenance)[memory.provenance.window]
+    cases = [
+        Cases.of(router, memory.full_layers()[router.layer], owner)
+        for router in find_routers(model)
+    ]
+    readings = list(fitting.readings(64))
+    for layer in find_neighbours(model, cases, readings, 4):
+        for reading, rows in zip(readings, layer, strict=True):
+            real = reading.owner != 0
+            assert (owner[rows[real]] != reading.owner[real, None]).all()
+
+
+def test_twins_are_one_example(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
+    texts = sayings(10)
+    twice = build_memory(model, tokenizer, [*texts, *texts], BUILD)
+    assert len(owners(twice.provenance).unique()) == len(set(texts))
+    fitting, judging = split(own_reference(twice), 0.3, 10_000, seed=0)
+    apart = [set(part.owner[part.windows].tolist()) for part in (fitting, judging)]
+    assert not apart[0] & apart[1]
+    assert fitting.tokens + judging.tokens == len(twice)
+
+
+def test_too_few_examples_are_refused(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    few = build_memory(model, tokenizer, sayings(5), BUILD)
+    with pytest.raises(CalibrationError, match="5 different examples"):
+        calibrate(model, few)
+
+
+def test_judging_is_what_attaching_does(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, memory: RoutingMemory
+) -> None:
+    """For examples that are not in the memory, where there is nothing to leave out."""
+    kernels = tuple(
+        LayerKernel(layer=layer, gamma_scale=0.5, confidence_scale=0.2, trust=0.8)
+        for layer in memory.layers
+    )
+    routing = RoutingConfig(k=3, kernels=kernels)
+    others = build_memory(model, tokenizer, sayings(40)[24:], BUILD)
+    _, judging = split(own_reference(others), 0.5, 10_000, seed=0)
+    readings = list(judging.readings(64))
+    owner = owners(memory.provenance)[memory.provenance.window]
+    cases = [
+        Cases.of(router, memory.full_layers()[router.layer], owner)
+        for router in find_routers(model)
+    ]
+    judged = judge(model, cases, readings, routing)
+    with torch.no_grad(), attach(model, memory, routing) as attached:
+        total = sum(float(summed_loss(model, reading.batch)) for reading in readings)
+    assert judged.loss == pytest.approx(total / judged.tokens, rel=1e-5)
+    for layer, stats in attached.stats().items():
+        assert judged.mean_confidence[layer] == pytest.approx(stats.mean_confidence, rel=1e-4)
+
+
+def test_more_epochs_fit_better(model: PreTrainedModel, memory: RoutingMemory) -> None:
+    fitting, _ = split(own_reference(memory), 0.3, 10_000, seed=0)
+    owner = owners(memory.provenance)[memory.provenance.window]
+    cases = [
+        Cases.of(router, memory.full_layers()[router.layer], owner)
+        for router in find_routers(model)
+    ]
+    readings = list(fitting.readings(64))
+    neighbours = find_neighbours(model, cases, readings, 4)
+    losses = [fit_kernels(model, cases, readings, neighbours, 4, n)[1] for n in (1, 4, 12)]
+    assert losses == sorted(losses, reverse=True)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(router.scope._forward_pre_hooks for router in find_routers(model))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("neighbours", ()),
+        ("neighbours", (0,)),
+        ("held_out", 1.0),
+        ("most_tokens", 0),
+        ("epochs", 0),
+    ],
+)
+def test_bad_settings(field: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=field):
+        CalibrationConfig(**{field: value})  # type: ignore[arg-type]
