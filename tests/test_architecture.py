@@ -19,8 +19,8 @@ ROOT = Path(knn_moe.__file__).parent
 ORDER = """
     errors similarity mixing provenance
     index.settings index.protocol index.exact index.others index.packing index.partition index.grid
-    index.scan index.values index.fast index.faiss index.kernels index.parts index.launch index.fused index
-    config gamma
+    index.scan index.values index.fast index.faiss index.kernels index.parts index.launch
+    index.fused index config gamma
     reference routers experts intercept dense embedded identity header card storage writer
     compressed memory optimise batches drain workspace build recall compression gate hooks handle
     stats likelihood usage controls trace harness

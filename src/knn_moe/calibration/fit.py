@@ -7,7 +7,8 @@ what else would have been near is left out. The judging (judge.py) searches afre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -64,7 +65,7 @@ class _Search:
         return logits
 
 
-class _Mix:
+class Mix:
     """Mixes by kernels that are being fitted, with neighbours known beforehand."""
 
     def __init__(self, cases: Cases, kernels: Kernels, k: int) -> None:
@@ -79,6 +80,14 @@ class _Mix:
             distance = squared_distance(inputs.detach()[:, None], self.cases.keys[rows])
             values = self.cases.values[rows]
         return self.kernels.mix(self.cases.router.layer, distance, values, logits)
+
+
+@contextmanager
+def mixing(cases: Sequence[Cases], kernels: Kernels, k: int) -> Iterator[list[Mix]]:
+    """Every layer mixes inside; their `rows` are to be set for each batch."""
+    mixes = [Mix(each, kernels, k) for each in cases]
+    with installed([RouterHook(mix.cases.router, mix) for mix in mixes]):
+        yield mixes
 
 
 @torch.no_grad()
@@ -108,18 +117,21 @@ def fit_kernels(
     """The kernels that make the readings likeliest, and their loss a token in the last epoch."""
     device = cases[0].router.device
     kernels = Kernels({each.router.layer: each.gamma for each in cases}, device)
-    mixes = [_Mix(each, kernels, k) for each in cases]
-    hooks = [RouterHook(mix.cases.router, mix) for mix in mixes]
     adam = torch.optim.Adam(kernels.parameters(), lr=_RATE)
     steps, done = epochs * len(readings), 0
     loss = tokens = 0.0
     draw = torch.Generator().manual_seed(0)
-    with frozen(model), installed(hooks), torch.inference_mode(False), torch.enable_grad():
+    with (
+        frozen(model),
+        mixing(cases, kernels, k) as mixes,
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
         for epoch in range(epochs):
             for place in torch.randperm(len(readings), generator=draw).tolist():
                 for mix, found in zip(mixes, neighbours, strict=True):
                     mix.rows = found[place]
-                summed, count = _loss(model, readings[place].batch)
+                summed, count = loss_of(model, readings[place].batch)
                 adam.zero_grad()
                 (summed / count).backward()
                 adam.param_groups[0]["lr"] = _RATE * (1 - done / steps)
@@ -140,7 +152,7 @@ def _logits(model: nn.Module, batch: TokenBatch) -> tuple[Tensor, Tensor]:
     return logits, targets.to(logits.device)
 
 
-def _loss(model: nn.Module, batch: TokenBatch) -> tuple[Tensor, int]:
+def loss_of(model: nn.Module, batch: TokenBatch) -> tuple[Tensor, int]:
     """Summed over the scored tokens, and how many they are."""
     logits, targets = _logits(model, batch)
     loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")

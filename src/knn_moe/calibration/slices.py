@@ -65,6 +65,27 @@ def split(
 ) -> tuple[Slice, Slice]:
     """A slice to fit and one to judge by, the latter of `share` of the examples; windows drawn
     until they have `most_tokens` each. Only windows with a token that is scored."""
+    owner, examples = _examples(reference)
+    chance = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(examples), generator=chance)
+    held = examples[order[: max(2, round(share * len(examples)))]]
+    judged = torch.isin(owner, held)
+    return (
+        _draw(reference, owner, ~judged, most_tokens, chance),
+        _draw(reference, owner, judged, most_tokens, chance),
+    )
+
+
+def draw(reference: ReferenceTokens, most_tokens: int, seed: int) -> Slice:
+    """Windows of all examples, until they have `most_tokens`."""
+    owner, _ = _examples(reference)
+    everything = torch.ones_like(owner, dtype=torch.bool)
+    chance = torch.Generator().manual_seed(seed)
+    return _draw(reference, owner, everything, most_tokens, chance)
+
+
+def _examples(reference: ReferenceTokens) -> tuple[Tensor, Tensor]:
+    """Of each window, and all there are; refused if they are too few."""
     owner = owners(reference.provenance)
     examples = owner.unique()
     if len(examples) < LEAST_EXAMPLES:
@@ -72,17 +93,7 @@ def split(
             f"A memory of {len(examples)} different examples cannot be calibrated: it takes "
             f"{LEAST_EXAMPLES}, some to fit and others to judge by. Add examples, or use a preset."
         )
-    draw = torch.Generator().manual_seed(seed)
-    order = torch.randperm(len(examples), generator=draw)
-    held = examples[order[: max(2, round(share * len(examples)))]]
-    judged = torch.isin(owner, held)
-    scored = torch.tensor(
-        [bool(part.any()) for part in reference.scored.split(reference.lengths.tolist())]
-    )
-    return (
-        _draw(reference, owner, scored & ~judged, most_tokens, draw),
-        _draw(reference, owner, scored & judged, most_tokens, draw),
-    )
+    return owner, examples
 
 
 def _draw(
@@ -90,15 +101,17 @@ def _draw(
     owner: Tensor,
     wanted: Tensor,
     most_tokens: int,
-    draw: torch.Generator,
+    chance: torch.Generator,
 ) -> Slice:
-    windows = wanted.nonzero().flatten()
+    lengths = reference.lengths.tolist()
+    scored = torch.tensor([bool(part.any()) for part in reference.scored.split(lengths)])
+    windows = (wanted & scored).nonzero().flatten()
     if not len(windows):
         raise CalibrationError(
             "None of the examples that a calibration would be judged by has a token to predict: "
             "use longer ones, or a preset."
         )
-    windows = windows[torch.randperm(len(windows), generator=draw)]
+    windows = windows[torch.randperm(len(windows), generator=chance)]
     before = reference.lengths[windows].cumsum(0) - reference.lengths[windows]
     return Slice(reference, windows[before < most_tokens].tolist(), owner)
 
