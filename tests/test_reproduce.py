@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -17,7 +21,7 @@ from knn_moe.errors import ConfigError, KnnMoeError, RunError
 from knn_moe.evaluation.runs import read_run
 from knn_moe.reproduce.paper import PAPER
 from knn_moe.reproduce.plan import PAPER_TASKS, Plan
-from knn_moe.reproduce.run import TABLES, chosen_tables, reproduce
+from knn_moe.reproduce.run import TABLES, _begin, chosen_tables, reproduce
 from knn_moe.reproduce.study import Study
 from knn_moe.reproduce.table import Cell, Chart, Series, Table, number, percent, points, row
 from knn_moe.reproduce.write import latex, markdown, read_table, write_table
@@ -164,6 +168,30 @@ def prose(tmp_path_factory: pytest.TempPathFactory) -> str:
         text = "".join(json.dumps(each) + "\n" for each in rows)
         (folder / f"{name}.jsonl").write_text(text, encoding="utf8")
     return str(folder / "prose.jsonl")
+
+
+def _wait_forever(there: Connection) -> None:
+    there.send("working")
+    Event().wait()
+
+
+def _study_of_one_process(there: Connection) -> None:
+    with ProcessPoolExecutor(1, get_context("spawn"), _begin, (1,)) as pool:
+        pool.submit(_wait_forever, there).result()
+
+
+def test_processes_end_with_a_study_that_is_killed() -> None:
+    """The pipe is open as long as one of them lives."""
+    context = get_context("spawn")
+    here, there = context.Pipe(duplex=False)
+    study = context.Process(target=_study_of_one_process, args=(there,))
+    study.start()
+    there.close()
+    assert here.recv() == "working"
+    study.kill()
+    with pytest.raises(EOFError):
+        here.recv()
+    study.join()
 
 
 def test_of_text_alone_there_is_no_c3po(prose: str, tmp_path: Path) -> None:

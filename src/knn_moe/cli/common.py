@@ -45,14 +45,17 @@ def print_json(value: object) -> None:
 def print_table(
     title: str | None, columns: Sequence[str], rows: Sequence[Sequence[object]]
 ) -> None:
-    """To stdout; numbers to the right."""
-    table = Table(title=title, title_justify="left", header_style="bold")
+    """To stdout; numbers to the right. The title is one line, however narrow the table."""
+    table = Table(header_style="bold")
     for place, column in enumerate(columns):
         numeric = all(_is_number(row[place]) for row in rows)
         table.add_column(column, justify="right" if numeric else "left")
     for row in rows:
         table.add_row(*(str(cell) for cell in row))
-    Console(highlight=False, width=None if _is_terminal() else 120).print(table)
+    console = Console(highlight=False, width=None if _is_terminal() else 120)
+    if title is not None:
+        console.print(title, style="italic", markup=False, soft_wrap=True)
+    console.print(table)
 
 
 def _is_number(cell: object) -> bool:

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 @click.option("--model", "models", multiple=True, help="May be repeated. Default: the embedded.")
 @click.option("-t", "--task", "tasks", multiple=True, help="May be repeated.")
 @click.option("--data", help="As for eval: a folder, hub or package. Default: KNN_MOE_DATA.")
-@click.option("--limit", type=click.IntRange(min=1), help="Questions of a task. Default: 80.")
-@click.option("--reference", type=click.IntRange(min=1), help="Reference rows. Default: 50.")
+@click.option("--limit", type=click.IntRange(min=1), help="Questions of a task. Default: 64.")
+@click.option("--reference", type=click.IntRange(min=1), help="Reference rows. Default: 40.")
 @click.option("--seed", default=0, show_default=True, help="Of what is drawn.")
 @click.option("--batch-size", default=16, show_default=True)
 @click.option(
@@ -59,7 +59,7 @@ def command(
 
     \b
     knn-moe reproduce --list
-    knn-moe reproduce main -o results --limit 50
+    knn-moe reproduce main -o results --limit 20
     knn-moe reproduce all -o results --jobs 2
     knn-moe reproduce main --as-printed --model allenai/OLMoE-1B-7B-0125-Instruct -o olmoe
 

@@ -28,7 +28,7 @@ from knn_moe.reproduce.table import Cell, Chart, Series, Table, nothing, number,
 
 INDEXES: Final = {"exact": "kNN-MoE", "ivfpq": "kNN-MoE (IVFPQ)", "fast": "kNN-MoE (fast)"}
 FAISS: Final = ("ivfpq",)  # whose memory torch does not see
-TIMED: Final = 16  # questions or windows
+TIMED: Final = 8  # questions or windows
 ROUNDS: Final = 3
 
 

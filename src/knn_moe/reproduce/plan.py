@@ -25,8 +25,8 @@ class Plan:
     seeded: tuple[str, ...] = _USUAL
     generate: bool = False  # answers in words, as in the paper; else by likelihood
     data: str | None = None
-    limit: int | None = 80  # questions of a task, or windows of text
-    reference: int | None = 50  # rows of its reference set
+    limit: int | None = 64  # questions of a task, or windows of text
+    reference: int | None = 40  # rows of its reference set
     sizes: tuple[float, ...] = (0.25, 0.5, 1.0)  # of the reference set, where that is varied
     steps_share: float = 0.25  # of it, where the steps are: each number of them is a memory
     preset: str = "strong"  # of kNN-MoE

@@ -5,13 +5,15 @@ A table that is on disk already is read, not made again; its runs are shared wit
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import product
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
+from threading import Thread
 from typing import Final
 
 import torch
@@ -100,18 +102,29 @@ def _make_runs(study: Study, names: Sequence[str]) -> None:
         for unit in units:
             _make_unit(study, unit, names)
         return
-    with ProcessPoolExecutor(study.jobs, get_context("spawn")) as pool:
-        threads = max(1, torch.get_num_threads() // study.jobs)
+    # The longest first: no process is left alone with it at the end.
+    units.sort(key=lambda unit: study.length(unit[1]), reverse=True)
+    threads = max(1, torch.get_num_threads() // study.jobs)
+    with ProcessPoolExecutor(study.jobs, get_context("spawn"), _begin, (threads,)) as pool:
         bare = replace(study, on_step=_silent, _loaded={}, _data={}, _settings={})
-        waiting = [pool.submit(_in_process, bare, unit, names, threads) for unit in units]
+        waiting = [pool.submit(_make_unit, bare, unit, names) for unit in units]
         for count, done in enumerate(as_completed(waiting), start=1):
             done.result()
             study.on_step("models and tasks", count, len(units))
 
 
-def _in_process(study: Study, unit: tuple[str, str], names: Sequence[str], threads: int) -> None:
+def _begin(threads: int) -> None:
+    """In each process: its share of the threads, and an end when the study's own process ends."""
     torch.set_num_threads(threads)
-    _make_unit(study, unit, names)
+    Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A killed study's processes would go on, and write into a folder that may be another's."""
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _make_unit(study: Study, unit: tuple[str, str], names: Sequence[str]) -> None:

@@ -103,6 +103,10 @@ class Study:
             self._data[task] = open_task(task, self.plan.data)
         return self._data[task]
 
+    def length(self, task: str) -> int:
+        """Of the task's reference rows, in characters."""
+        return sum(len(str(each)) for each in self.data(task).reference[: self.plan.reference])
+
     def scoring(self, task: str) -> str:
         ways = self.data(task).task.kind.scorings
         wanted = GENERATION if self.plan.generate else LIKELIHOOD
