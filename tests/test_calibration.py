@@ -16,8 +16,8 @@ from knn_moe.calibration.fit import Cases, find_neighbours, fit_kernels
 from knn_moe.calibration.judge import judge
 from knn_moe.calibration.slices import own_reference, owners, split
 from knn_moe.config import LayerKernel
-from knn_moe.controls import shuffle_values
 from knn_moe.errors import CalibrationError, ConfigError
+from knn_moe.gate import own_logits
 from knn_moe.optimise import summed_loss
 
 QUICK = CalibrationConfig(epochs=6, neighbours=(1, 4))
@@ -95,20 +95,23 @@ def test_the_reference_set_given_is_the_memory_s_own(
         calibrate(model, memory, sayings(24), QUICK)
 
 
-def test_useless_memories_keep_silent(
+def test_a_memory_that_misleads_keeps_silent(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, memory: RoutingMemory
 ) -> None:
-    """Texts that have nothing in common; and values that belong to other cases."""
-    noise = build_memory(model, tokenizer, make_texts(16, shortest=12), BUILD)
-    for useless in (noise, shuffle_values(memory)):
-        silent = calibrate(model, useless, config=QUICK)
-        assert not silent.helps
-        ids = encode(tokenizer, sayings(30)[-1])
-        with torch.no_grad():
-            expected = model(ids).logits
-            with attach(model, useless, silent.routing) as routing:
-                assert torch.equal(model(ids).logits, expected)
-        assert routing.stats() == {}
+    """Values as far on the wrong side of the router's own as they were on the right one."""
+    layers = {}
+    for router in find_routers(model):
+        layer = memory.full_layers()[router.layer]
+        own = own_logits(router, layer.keys).detach()
+        layers[router.layer] = replace(layer, values=2 * own - layer.values)
+    silent = calibrate(model, replace(memory, layers=layers, folder=None), config=QUICK)
+    assert not silent.helps
+    ids = encode(tokenizer, sayings(30)[-1])
+    with torch.no_grad():
+        expected = model(ids).logits
+        with attach(model, memory, silent.routing) as routing:
+            assert torch.equal(model(ids).logits, expected)
+    assert routing.stats() == {}
 
 
 def test_an_example_never_recalls_itself(model: PreTrainedModel, memory: RoutingMemory) -> None:
@@ -145,15 +148,16 @@ def test_too_few_examples_are_refused(
 
 
 def test_judging_is_what_attaching_does(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, memory: RoutingMemory
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     """For examples that are not in the memory, where there is nothing to leave out."""
+    memory = build_memory(model, tokenizer, make_texts(20), BUILD)
     kernels = tuple(
         LayerKernel(layer=layer, gamma_scale=0.5, confidence_scale=0.2, trust=0.8)
         for layer in memory.layers
     )
     routing = RoutingConfig(k=3, kernels=kernels)
-    others = build_memory(model, tokenizer, sayings(40)[24:], BUILD)
+    others = build_memory(model, tokenizer, make_texts(16, seed=1), BUILD)
     _, judging = split(own_reference(others), 0.5, 10_000, seed=0)
     readings = list(judging.readings(64))
     owner = owners(memory.provenance)[memory.provenance.window]

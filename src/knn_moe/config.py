@@ -5,6 +5,7 @@ Knows the ranges and the paper's defaults. Knows nothing of models, tensors or f
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
@@ -146,7 +147,13 @@ class RoutingConfig:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return as_json(self)
+
+
+def as_json(config: Any) -> dict[str, Any]:
+    """A dataclass as JSON gives it back: no tuple is left that a file would make a list."""
+    plain: dict[str, Any] = json.loads(json.dumps(asdict(config)))
+    return plain
 
 
 def _layer_kernels(given: object) -> tuple[LayerKernel, ...]:

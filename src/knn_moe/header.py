@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
-from knn_moe.config import BuildConfig, RoutingConfig
+from knn_moe.config import BuildConfig, RoutingConfig, as_json
 from knn_moe.identity import ModelIdentity
 
 _LIBRARIES: Final = ("knn-moe", "torch", "transformers")
@@ -23,7 +23,7 @@ class MemoryHeader:
     calibration: Mapping[str, Any] | None = None  # what `calibrate` found, for people to read
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return as_json(self)
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> MemoryHeader:

@@ -15,6 +15,7 @@ from torch import Tensor
 from knn_moe.index.exact import blocks, product, squared_distance
 
 _QUERIES: Final = 4096  # compared at a time
+_SPARE: Final = 4  # candidates kept beyond those asked for
 
 
 def nearest_others(
@@ -24,8 +25,8 @@ def nearest_others(
     count: int,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """Squared distances and rows of the `count` nearest keys that share no label with a query, by
-    distance in the keys' dtype; inf where there are fewer.
+    """Squared distances and rows of the `count` nearest keys that share no label with a query,
+    nearest first; inf where there are fewer.
 
     Shapes: queries [T, d]; keys [M, d]; labels pairs of [T] and [M] int64 → [T, count] fp32 on
     `device`, [T, count] int64 where the keys are.
@@ -45,25 +46,28 @@ def _nearest(
     count: int,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    queries = queries.to(device)
+    queries, found = queries.to(device), min(count + _SPARE, len(keys))
     centre = queries.float().mean(dim=0)
-    best = torch.full((len(queries), count), float("inf"), device=device)
-    chosen = torch.zeros(len(queries), count, dtype=torch.int64, device=device)
+    best = torch.full((len(queries), found), float("inf"), device=device)
+    chosen = torch.zeros(len(queries), found, dtype=torch.int64, device=device)
     staged = _Stage(device)
-    for start, stop in blocks(len(keys), device, least=count):
+    for start, stop in blocks(len(keys), device, least=found):
         block = staged(keys[start:stop])
         score = squared_distance(block, centre) - 2 * product(queries.float() - centre, block)
         for asks, has in labels:
             same = asks[:, None].to(device) == has[start:stop].to(device)
             score.masked_fill_(same, float("inf"))
-        near, place = torch.topk(score, min(count, stop - start), dim=-1, largest=False)
+        near, place = torch.topk(score, min(found, stop - start), dim=-1, largest=False)
         # In place: small tensors kept between blocks would pin the memory the blocks free.
-        kept, order = torch.topk(torch.cat([best, near], dim=-1), count, dim=-1, largest=False)
+        kept, order = torch.topk(torch.cat([best, near], dim=-1), found, dim=-1, largest=False)
         chosen.copy_(torch.cat([chosen, place + start], dim=-1).gather(1, order))
         best.copy_(kept)
     rows = chosen.to(keys.device)
     distance = squared_distance(queries[:, None], keys[rows].to(device))
-    return distance.masked_fill(~best.isfinite(), float("inf")), rows
+    distance = distance.masked_fill(~best.isfinite(), float("inf"))
+    # Scores round: true distances decide, among a few more than are asked for.
+    nearest, order = torch.topk(distance, min(count, distance.shape[1]), dim=-1, largest=False)
+    return nearest, rows.gather(1, order.to(rows.device))
 
 
 class _Stage:
