@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner, Result
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from conftest import BUILD, VOCABULARY, encode, family, make_texts
@@ -15,6 +18,7 @@ from knn_moe.calibration import Calibration, CalibrationConfig
 from knn_moe.calibration.fit import Cases, find_neighbours, fit_kernels
 from knn_moe.calibration.judge import judge
 from knn_moe.calibration.slices import own_reference, owners, split
+from knn_moe.cli.main import main
 from knn_moe.config import LayerKernel
 from knn_moe.errors import CalibrationError, ConfigError
 from knn_moe.gate import own_logits
@@ -201,3 +205,62 @@ def test_more_epochs_fit_better(model: PreTrainedModel, memory: RoutingMemory) -
 def test_bad_settings(field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=field):
         CalibrationConfig(**{field: value})  # type: ignore[arg-type]
+
+
+# The command
+
+
+@pytest.fixture
+def folders(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    memory: RoutingMemory,
+    tmp_path: Path,
+) -> tuple[Path, Path]:
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    memory.save_pretrained(tmp_path / "memory")
+    return tmp_path / "model", tmp_path / "memory"
+
+
+def knn_moe(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def test_the_command_writes_what_it_finds(
+    folders: tuple[Path, Path], model: PreTrainedModel
+) -> None:
+    network, folder = folders
+    before = RoutingMemory.from_pretrained(folder)
+    tried = knn_moe("calibrate", network, folder, "-k", 4, "--dry-run", "--json")
+    assert tried.exit_code == 0, tried.output
+    assert RoutingMemory.from_pretrained(folder).header == before.header
+    done = knn_moe("calibrate", network, folder, "-k", 4)
+    assert done.exit_code == 0, done.output
+    assert "K = 4" in done.stdout
+    after = RoutingMemory.from_pretrained(folder)
+    said = json.loads(tried.stdout)
+    assert after.routing.to_dict() == said["routing"]
+    assert after.header.calibration["change"] == said["change"]
+    assert after.layers[0].keys.equal(before.layers[0].keys)
+    with attach(model, after) as routing:
+        assert routing.config == after.routing
+    shown = knn_moe("inspect", folder).stdout
+    assert f"{said['change']['difference']:+.4f} nats a token" in shown
+    assert "γ × to weigh" in shown
+
+
+def test_the_command_refuses(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    network, folder = folders
+    before = sorted(path.read_bytes() for path in folder.iterdir())
+    (tmp_path / "few.jsonl").write_text(json.dumps({"text": "4 5 6 7"}) + "\n")
+    for arguments, message in (
+        ((network, folder, tmp_path / "few.jsonl"), "1 different examples"),
+        ((network, folder, tmp_path / "none.jsonl"), "none.jsonl"),
+        ((network, tmp_path / "nothing"), "nothing"),
+        ((network, folder, "-k", 0), "neighbours must be"),
+    ):
+        result = knn_moe("calibrate", *arguments)
+        assert result.exit_code == 2
+        assert message in " ".join(result.stderr.split())
+    assert sorted(path.read_bytes() for path in folder.iterdir()) == before

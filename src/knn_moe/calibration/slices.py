@@ -65,7 +65,13 @@ def split(
 ) -> tuple[Slice, Slice]:
     """A slice to fit and one to judge by, the latter of `share` of the examples; windows drawn
     until they have `most_tokens` each. Only windows with a token that is scored."""
-    owner, examples = _examples(reference)
+    owner = owners(reference.provenance)
+    examples = owner.unique()
+    if len(examples) < LEAST_EXAMPLES:
+        raise CalibrationError(
+            f"A memory of {len(examples)} different examples cannot be calibrated: it takes "
+            f"{LEAST_EXAMPLES}, some to fit and others to judge by. Add examples, or use a preset."
+        )
     chance = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(examples), generator=chance)
     held = examples[order[: max(2, round(share * len(examples)))]]
@@ -74,26 +80,6 @@ def split(
         _draw(reference, owner, ~judged, most_tokens, chance),
         _draw(reference, owner, judged, most_tokens, chance),
     )
-
-
-def draw(reference: ReferenceTokens, most_tokens: int, seed: int) -> Slice:
-    """Windows of all examples, until they have `most_tokens`."""
-    owner, _ = _examples(reference)
-    everything = torch.ones_like(owner, dtype=torch.bool)
-    chance = torch.Generator().manual_seed(seed)
-    return _draw(reference, owner, everything, most_tokens, chance)
-
-
-def _examples(reference: ReferenceTokens) -> tuple[Tensor, Tensor]:
-    """Of each window, and all there are; refused if they are too few."""
-    owner = owners(reference.provenance)
-    examples = owner.unique()
-    if len(examples) < LEAST_EXAMPLES:
-        raise CalibrationError(
-            f"A memory of {len(examples)} different examples cannot be calibrated: it takes "
-            f"{LEAST_EXAMPLES}, some to fit and others to judge by. Add examples, or use a preset."
-        )
-    return owner, examples
 
 
 def _draw(

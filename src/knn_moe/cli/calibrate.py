@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -18,10 +18,10 @@ from knn_moe.cli.common import (
     print_table,
     progress_bar,
 )
+from knn_moe.cli.inspect import KERNEL_COLUMNS, kernel_cells
 
 if TYPE_CHECKING:
     from knn_moe.calibration import Calibration
-    from knn_moe.memory import RoutingMemory
 
 
 @click.command(name="calibrate")
@@ -77,24 +77,18 @@ def command(
     if as_json:
         print_json({"routing": found.routing.to_dict(), **found.report()})
     else:
-        show_calibration(opened, found)
+        _show(found)
         log.print("Nothing was written." if dry_run else f"Written into {memory}.")
 
 
-def show_calibration(memory: RoutingMemory, found: Calibration) -> None:
+def _show(found: Calibration) -> None:
     """What was chosen for each layer, and what it is worth."""
-    rows: list[tuple[Any, ...]] = [
-        (
-            kernel.layer,
-            f"{kernel.gamma_scale:.3g}",
-            f"{kernel.confidence_scale:.3g}",
-            f"{kernel.trust:.2f}",
-            f"{found.judgement.mean_confidence.get(kernel.layer, 0.0):.2f}",
-        )
+    mean = found.judgement.mean_confidence
+    rows = [
+        (kernel.layer, *kernel_cells(kernel), f"{mean.get(kernel.layer, 0.0):.2f}")
         for kernel in found.routing.kernels
     ]
-    columns = ("layer", "γ × to weigh", "γ × for λ", "trust", "mean λ")
-    print_table(f"K = {found.routing.k}", columns, rows)
+    print_table(f"K = {found.routing.k}", ("layer", *KERNEL_COLUMNS, "mean λ"), rows)
     judged, change = found.judgement, found.judgement.change
     log.print(
         f"On {judged.examples} other examples ({judged.tokens:,} tokens): {judged.alone:.4f} → "

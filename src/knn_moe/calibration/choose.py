@@ -118,7 +118,7 @@ def calibrate(
             model, cases, fit_on, neighbours, k, config.epochs, progress.on("fitting")
         )
     best = min(found, key=lambda k: found[k][1])
-    chosen = replace(memory.routing, k=best, kernels=found[best][0], gate=None, layers=None)
+    chosen = RoutingConfig(k=best, kernels=found[best][0], index=memory.routing.index)
     judged = judge(model, cases, judge_on, chosen, progress.on("judging"))
     if not judged.better:
         silent = tuple(replace(kernel, trust=0.0) for kernel in chosen.kernels)
