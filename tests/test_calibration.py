@@ -13,7 +13,16 @@ from click.testing import CliRunner, Result
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from conftest import BUILD, VOCABULARY, encode, family, make_texts
-from knn_moe import RoutingConfig, RoutingMemory, attach, build_memory, calibrate, find_routers
+from knn_moe import (
+    IndexConfig,
+    RoutingConfig,
+    RoutingMemory,
+    attach,
+    build_memory,
+    calibrate,
+    compress,
+    find_routers,
+)
 from knn_moe.calibration import Calibration, CalibrationConfig
 from knn_moe.calibration.fit import Cases, find_neighbours, fit_kernels
 from knn_moe.calibration.judge import judge
@@ -205,6 +214,26 @@ def test_more_epochs_fit_better(model: PreTrainedModel, memory: RoutingMemory) -
 def test_bad_settings(field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=field):
         CalibrationConfig(**{field: value})  # type: ignore[arg-type]
+
+
+def test_compressing_keeps_it_and_merging_forgets_what_it_was_worth(
+    model: PreTrainedModel, memory: RoutingMemory, found: Calibration, tmp_path: Path
+) -> None:
+    header = replace(memory.header, routing=found.routing, calibration=found.report())
+    calibrated = replace(memory, header=header)
+    small = compress(calibrated, "fast", tmp_path / "small")
+    assert small.routing == replace(found.routing, index=IndexConfig(kind="fast"))
+    assert small.header.calibration == found.report()
+    ids = torch.arange(3, 60)[None]
+    seen = []
+    for each in (calibrated, small):
+        with torch.no_grad(), attach(model, each) as routing:
+            model(ids)
+        seen.append([layer.mean_confidence for layer in routing.stats().values()])
+    assert seen[1] == pytest.approx(seen[0], abs=0.05)
+    merged = calibrated.merge(memory)
+    assert merged.routing == found.routing
+    assert merged.header.calibration is None
 
 
 # The command
