@@ -98,8 +98,16 @@ def layer_facts(memory: RoutingMemory) -> list[dict[str, Any]]:
 
 
 def _facts(memory: RoutingMemory) -> dict[str, str]:
-    header = memory.header.to_dict()
+    from knn_moe.config import RoutingConfig
+
+    header, usual = memory.header.to_dict(), RoutingConfig().to_dict()
     del header["routing"]["kernels"]  # shown layer by layer
+    told = ("k", "similarity")  # the rest only where it is not as usual
+    routing = {
+        name: value
+        for name, value in header["routing"].items()
+        if name in told or value != usual[name]
+    }
     return {
         "base model": memory.base_model.name,
         "revision": memory.base_model.revision or "-",
@@ -108,7 +116,7 @@ def _facts(memory: RoutingMemory) -> dict[str, str]:
         "examples": f"{memory.provenance.num_examples:,}",
         "size": f"{memory.nbytes / 1e6:,.1f} MB",
         "built with": _settings(header["build"]),
-        "used with": _settings(header["routing"]),
+        "used with": _settings(routing),
         "calibrated": _calibration(header["calibration"]),
         "libraries": _settings(header["libraries"]),
     }
