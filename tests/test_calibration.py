@@ -21,6 +21,7 @@ from knn_moe import (
     build_memory,
     calibrate,
     compress,
+    compression,
     find_routers,
 )
 from knn_moe.calibration import Calibration, CalibrationConfig
@@ -28,12 +29,14 @@ from knn_moe.calibration.fit import Cases, find_neighbours, fit_kernels
 from knn_moe.calibration.judge import judge
 from knn_moe.calibration.slices import own_reference, owners, split
 from knn_moe.cli.main import main
+from knn_moe.compressed import CompressedLayer
 from knn_moe.config import LayerKernel
-from knn_moe.errors import CalibrationError, ConfigError
+from knn_moe.errors import CalibrationError, ConfigError, MemoryFormatError
 from knn_moe.gate import own_logits
 from knn_moe.optimise import summed_loss
+from knn_moe.recall import Kernel
 
-QUICK = CalibrationConfig(epochs=6, neighbours=(1, 4))
+QUICK = CalibrationConfig(steps=48, step_tokens=64, neighbours=(1, 4))
 
 
 def sayings(count: int, seed: int = 0) -> list[str]:
@@ -143,13 +146,13 @@ def test_an_example_never_recalls_itself(model: PreTrainedModel, memory: Routing
 
 
 def test_twins_are_one_example(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
-    texts = sayings(10)
+    texts = sayings(24)
     twice = build_memory(model, tokenizer, [*texts, *texts], BUILD)
     assert len(owners(twice.provenance).unique()) == len(set(texts))
     fitting, judging = split(own_reference(twice), 0.3, 10_000, seed=0)
     apart = [set(part.owner[part.windows].tolist()) for part in (fitting, judging)]
     assert not apart[0] & apart[1]
-    assert fitting.tokens + judging.tokens == len(twice)
+    assert len(fitting.windows) + len(judging.windows) == 2 * len(texts)
 
 
 def test_too_few_examples_are_refused(
@@ -158,6 +161,45 @@ def test_too_few_examples_are_refused(
     few = build_memory(model, tokenizer, sayings(5), BUILD)
     with pytest.raises(CalibrationError, match="5 different examples"):
         calibrate(model, few)
+
+
+def test_what_cannot_be_calibrated(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, memory: RoutingMemory
+) -> None:
+    with attach(model, memory), pytest.raises(CalibrationError, match="memory attached"):
+        calibrate(model, memory, config=QUICK)
+    one = build_memory(model, tokenizer, sayings(1), BUILD)
+    with pytest.raises(CalibrationError, match="no others to recall"):
+        calibrate(model, one, sayings(24), QUICK, tokenizer=tokenizer)
+    words = build_memory(model, tokenizer, [str(number) for number in range(3, 40)], BUILD)
+    with pytest.raises(CalibrationError, match="Only 0 of the examples"):
+        calibrate(model, words, config=QUICK)
+    small = replace(memory, layers={0: compress_layer(memory)})
+    with pytest.raises(MemoryFormatError, match="no keys to work on"):
+        calibrate(model, small, config=QUICK)
+
+
+def compress_layer(memory: RoutingMemory) -> CompressedLayer:
+    layer, routing = memory.full_layers()[0], RoutingConfig(index="fast")  # type: ignore[arg-type]
+    return compression.compress_layer(
+        layer, layer.gamma, Kernel.single(layer.gamma), routing, torch.device("cpu")
+    )
+
+
+def test_it_works_where_nothing_else_learns(
+    model: PreTrainedModel, memory: RoutingMemory, found: Calibration
+) -> None:
+    with torch.inference_mode():
+        assert calibrate(model, memory, config=QUICK).routing == found.routing
+
+
+def test_only_the_layers_that_the_memory_is_used_on(
+    model: PreTrainedModel, memory: RoutingMemory
+) -> None:
+    header = replace(memory.header, routing=RoutingConfig(layers=(1,)))
+    partly = calibrate(model, replace(memory, header=header), config=QUICK)
+    assert [kernel.layer for kernel in partly.routing.kernels] == [1]
+    assert partly.routing.layers == (1,)
 
 
 def test_judging_is_what_attaching_does(
@@ -186,7 +228,7 @@ def test_judging_is_what_attaching_does(
         assert judged.mean_confidence[layer] == pytest.approx(stats.mean_confidence, rel=1e-4)
 
 
-def test_more_epochs_fit_better(model: PreTrainedModel, memory: RoutingMemory) -> None:
+def test_more_steps_fit_better(model: PreTrainedModel, memory: RoutingMemory) -> None:
     fitting, _ = split(own_reference(memory), 0.3, 10_000, seed=0)
     owner = owners(memory.provenance)[memory.provenance.window]
     cases = [
@@ -195,7 +237,7 @@ def test_more_epochs_fit_better(model: PreTrainedModel, memory: RoutingMemory) -
     ]
     readings = list(fitting.readings(64))
     neighbours = find_neighbours(model, cases, readings, 4)
-    losses = [fit_kernels(model, cases, readings, neighbours, 4, n)[1] for n in (1, 4, 12)]
+    losses = [fit_kernels(model, cases, readings, neighbours, 4, n)[1] for n in (8, 32, 96)]
     assert losses == sorted(losses, reverse=True)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not any(router.scope._forward_pre_hooks for router in find_routers(model))
@@ -208,7 +250,8 @@ def test_more_epochs_fit_better(model: PreTrainedModel, memory: RoutingMemory) -
         ("neighbours", (0,)),
         ("held_out", 1.0),
         ("most_tokens", 0),
-        ("epochs", 0),
+        ("steps", 0),
+        ("step_tokens", 0),
     ],
 )
 def test_bad_settings(field: str, value: object) -> None:
@@ -232,7 +275,7 @@ def test_compressing_keeps_it_and_merging_forgets_what_it_was_worth(
         seen.append([layer.mean_confidence for layer in routing.stats().values()])
     assert seen[1] == pytest.approx(seen[0], abs=0.05)
     merged = calibrated.merge(memory)
-    assert merged.routing == found.routing
+    assert merged.routing == memory.build.routing()
     assert merged.header.calibration is None
 
 

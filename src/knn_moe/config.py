@@ -102,7 +102,7 @@ class RoutingConfig:
     gamma_scale: float = 1.0  # widens (< 1) or narrows (> 1) the kernel
     confidence_scale: float | None = None  # the same where λ is taken; None: gamma_scale
     trust: float = 1.0  # λ's factor; 0: the router alone
-    kernels: tuple[LayerKernel, ...] = ()
+    kernels: tuple[LayerKernel, ...] = ()  # of these layers, instead of the three above
     layers: tuple[int, ...] | None = None  # None: every layer the memory has
     stats: bool = True  # count tokens whose experts changed, for `stats()`
     # Or a kind of index, by name. None: exact, or the index of a compressed memory.

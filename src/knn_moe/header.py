@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
@@ -24,6 +24,12 @@ class MemoryHeader:
 
     def to_dict(self) -> dict[str, Any]:
         return as_json(self)
+
+    def uncalibrated(self) -> MemoryHeader:
+        """As it was built, where it was calibrated since."""
+        if self.calibration is None:
+            return self
+        return replace(self, routing=self.build.routing(), calibration=None)
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> MemoryHeader:

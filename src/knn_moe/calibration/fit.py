@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from knn_moe.calibration.kernels import Kernels
 from knn_moe.calibration.slices import Reading
 from knn_moe.config import LayerKernel
+from knn_moe.errors import RouterNotCalledError
 from knn_moe.index.exact import squared_distance
 from knn_moe.index.others import nearest_others
 from knn_moe.intercept import RouterHook
@@ -102,6 +103,13 @@ def find_neighbours(
             for search in searches:
                 search.owner = reading.owner
             _logits(model, reading.batch)
+    for search in searches:
+        if len(search.rows) != len(readings):
+            raise RouterNotCalledError(
+                f"Router {search.cases.router.name!r} was called {len(search.rows)} times in "
+                f"{len(readings)} runs of the model, so its memory cannot be calibrated. A fused "
+                f"block may go around it: load the model without it."
+            )
     return [search.rows for search in searches]
 
 
@@ -111,36 +119,35 @@ def fit_kernels(
     readings: Sequence[Reading],
     neighbours: list[list[Tensor]],
     k: int,
-    epochs: int,
+    steps: int,
     on_step: Callable[[], None] = lambda: None,
 ) -> tuple[tuple[LayerKernel, ...], float]:
-    """The kernels that make the readings likeliest, and their loss a token in the last epoch."""
+    """The kernels that make the readings likeliest, and each one's loss when last read, a token."""
     device = cases[0].router.device
-    kernels = Kernels({each.router.layer: each.gamma for each in cases}, device)
-    adam = torch.optim.Adam(kernels.parameters(), lr=_RATE)
-    steps, done = epochs * len(readings), 0
-    loss = tokens = 0.0
-    draw = torch.Generator().manual_seed(0)
-    with (
-        frozen(model),
-        mixing(cases, kernels, k) as mixes,
-        torch.inference_mode(False),
-        torch.enable_grad(),
-    ):
-        for epoch in range(epochs):
-            for place in torch.randperm(len(readings), generator=draw).tolist():
+    last: dict[int, tuple[float, int]] = {}
+    with frozen(model), torch.inference_mode(False), torch.enable_grad():
+        kernels = Kernels({each.router.layer: each.gamma for each in cases}, device)
+        adam = torch.optim.Adam(kernels.parameters(), lr=_RATE)
+        with mixing(cases, kernels, k) as mixes:
+            for step, place in enumerate(_places(len(readings), steps)):
                 for mix, found in zip(mixes, neighbours, strict=True):
                     mix.rows = found[place]
                 summed, count = loss_of(model, readings[place].batch)
                 adam.zero_grad()
                 (summed / count).backward()
-                adam.param_groups[0]["lr"] = _RATE * (1 - done / steps)
+                adam.param_groups[0]["lr"] = _RATE * (1 - step / steps)
                 adam.step()
-                done += 1
-                if epoch == epochs - 1:
-                    loss, tokens = loss + float(summed.detach()), tokens + count
+                last[place] = float(summed.detach()), count
                 on_step()
-    return kernels.found(), loss / tokens
+    losses, tokens = zip(*last.values(), strict=True)
+    return kernels.found(), sum(losses) / sum(tokens)
+
+
+def _places(count: int, steps: int) -> list[int]:
+    """Which reading each step takes: all of them, in any order, again and again."""
+    chance = torch.Generator().manual_seed(0)
+    rounds = [torch.randperm(count, generator=chance) for _ in range(-(-steps // count))]
+    return torch.cat(rounds)[:steps].tolist()
 
 
 def _logits(model: nn.Module, batch: TokenBatch) -> tuple[Tensor, Tensor]:
@@ -156,7 +163,7 @@ def loss_of(model: nn.Module, batch: TokenBatch) -> tuple[Tensor, int]:
     """Summed over the scored tokens, and how many they are."""
     logits, targets = _logits(model, batch)
     loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
-    return loss, max(int((targets != -100).sum()), 1)
+    return loss, int((targets != -100).sum())
 
 
 def losses(model: nn.Module, batch: TokenBatch) -> tuple[Tensor, Tensor]:

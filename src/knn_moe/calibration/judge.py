@@ -1,4 +1,4 @@
-"""What a memory is worth on examples that nothing was fitted on, every search done afresh.
+"""What a memory is worth on examples that nothing was fitted on; every search afresh, and exact.
 
 A token recalls every example but its own: what is judged is the memory as it will be used, but for
 one example.

@@ -36,7 +36,7 @@ class Kernels(nn.Module):
 
         Shapes: squared_distance [T, K]; values [T, K, N]; logits [T, N] → [T, N].
         """
-        weight, wide, trust = self.raw[self.place[layer]]
+        weight, wide, trust = self.raw[self.place[layer]].to(logits.device)
         gamma = self.gammas[layer]
         proposal = propose_logits(values, -gamma * weight.exp() * squared_distance)
         mean = confidence(-gamma * wide.exp() * squared_distance)

@@ -9,6 +9,7 @@ Knows token ids and windows; nothing of models.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -22,7 +23,8 @@ from knn_moe.memory import RoutingMemory
 from knn_moe.optimise import TokenBatch
 from knn_moe.provenance import Provenance
 
-LEAST_EXAMPLES: Final = 8
+LEAST_EXAMPLES: Final = 16
+_LEAST_JUDGED: Final = 6  # that all of them gain by chance is 1 in 64
 
 
 @dataclass(frozen=True)
@@ -43,14 +45,6 @@ class Slice:
     windows: list[int]
     owner: Tensor
 
-    @property
-    def tokens(self) -> int:
-        return int(self.reference.lengths[self.windows].sum())
-
-    @property
-    def examples(self) -> int:
-        return len(self.owner[self.windows].unique())
-
     def readings(self, batch_tokens: int) -> Iterator[Reading]:
         for places in plan_batches(self.reference.lengths[self.windows], batch_tokens):
             numbers = [self.windows[place] for place in places]
@@ -63,8 +57,8 @@ class Slice:
 def split(
     reference: ReferenceTokens, share: float, most_tokens: int, seed: int
 ) -> tuple[Slice, Slice]:
-    """A slice to fit and one to judge by, the latter of `share` of the examples; windows drawn
-    until they have `most_tokens` each. Only windows with a token that is scored."""
+    """A slice to fit and one to judge by, the latter of `share` of the examples: windows with a
+    token that is scored, one of each example before the second of any, `most_tokens` of them."""
     owner = owners(reference.provenance)
     examples = owner.unique()
     if len(examples) < LEAST_EXAMPLES:
@@ -74,7 +68,8 @@ def split(
         )
     chance = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(examples), generator=chance)
-    held = examples[order[: max(2, round(share * len(examples)))]]
+    count = max(_LEAST_JUDGED, round(share * len(examples)))
+    held = examples[order[: min(count, len(examples) - 1)]]
     judged = torch.isin(owner, held)
     return (
         _draw(reference, owner, ~judged, most_tokens, chance),
@@ -92,14 +87,27 @@ def _draw(
     lengths = reference.lengths.tolist()
     scored = torch.tensor([bool(part.any()) for part in reference.scored.split(lengths)])
     windows = (wanted & scored).nonzero().flatten()
-    if not len(windows):
-        raise CalibrationError(
-            "None of the examples that a calibration would be judged by has a token to predict: "
-            "use longer ones, or a preset."
-        )
     windows = windows[torch.randperm(len(windows), generator=chance)]
+    if len(owner[windows].unique()) < _LEAST_JUDGED:
+        raise CalibrationError(
+            f"Only {len(owner[windows].unique())} of the examples to calibrate on have a token to "
+            f"predict: it takes {_LEAST_JUDGED}, to fit and to judge by. Use longer ones, or a "
+            f"preset."
+        )
+    windows = windows[_turns(owner[windows]).argsort(stable=True)]
     before = reference.lengths[windows].cumsum(0) - reference.lengths[windows]
-    return Slice(reference, windows[before < most_tokens].tolist(), owner)
+    kept = (before < most_tokens) | (torch.arange(len(windows)) < _LEAST_JUDGED)
+    return Slice(reference, windows[kept].tolist(), owner)
+
+
+def _turns(owner: Tensor) -> Tensor:
+    """How often each window's example has come before. Shapes: [n] → [n] int64."""
+    seen: Counter[int] = Counter()
+    turns = []
+    for each in owner.tolist():
+        turns.append(seen[each])
+        seen[each] += 1
+    return torch.tensor(turns, dtype=torch.int64)
 
 
 def owners(provenance: Provenance) -> Tensor:
@@ -114,7 +122,8 @@ def owners(provenance: Provenance) -> Tensor:
         number: int.from_bytes(digest.digest(), "big", signed=True) or 1
         for number, digest in digests.items()
     }
-    return torch.tensor([names[number] for number in provenance.example_of_window.tolist()])
+    named = [names[number] for number in provenance.example_of_window.tolist()]
+    return torch.tensor(named, dtype=torch.int64)
 
 
 def own_reference(memory: RoutingMemory) -> ReferenceTokens:

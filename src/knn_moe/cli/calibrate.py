@@ -55,12 +55,18 @@ def command(
     never itself. A memory that does not help there, beyond chance, is told to keep silent.
     """
     from knn_moe.calibration import CalibrationConfig, calibrate
+    from knn_moe.errors import MemoryFormatError
     from knn_moe.memory import RoutingMemory
     from knn_moe.reference import iter_examples
     from knn_moe.writer import reseal
 
     config = CalibrationConfig(neighbours=neighbours) if neighbours else CalibrationConfig()
     examples = None if reference is None else list(iter_examples(reference))
+    if not dry_run and not memory.is_dir():
+        raise MemoryFormatError(
+            f"There is no folder {str(memory)!r} to write a calibration into: calibrate a memory "
+            f"on disk, or only look, with --dry-run."
+        )
     opened = RoutingMemory.from_pretrained(memory)
     network, tokenizer = load_model(model, device, dtype)
     with progress_bar("Calibrating") as update:
@@ -83,7 +89,7 @@ def command(
 
 def _show(found: Calibration) -> None:
     """What was chosen for each layer, and what it is worth."""
-    mean = found.judgement.mean_confidence
+    mean = found.judgement.mean_confidence if found.helps else {}
     rows = [
         (kernel.layer, *kernel_cells(kernel), f"{mean.get(kernel.layer, 0.0):.2f}")
         for kernel in found.routing.kernels
