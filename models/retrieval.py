@@ -26,7 +26,6 @@ from knn_moe.handle import Routing
 from knn_moe.hooks import RouterCall
 from knn_moe.index import IndexConfig
 from knn_moe.likelihood import token_losses
-from knn_moe.mixing import confidence
 from knn_moe.recall import LayerRecall
 from measure import LENGTH, Bench, common_parser, compare
 
@@ -115,10 +114,10 @@ def agree(
         own = call.recall
         exact_config: RoutingConfig = replace(routing.config, index=None)
         layer = memory.layers[call.layer]
-        exact = LayerRecall(layer, float(own.gamma), exact_config, call.inputs.device)
+        exact = LayerRecall(layer, own.kernel, exact_config, call.inputs.device)
         (d, rows), (true_d, true_rows) = (part.nearest(call.inputs) for part in (own, exact))
         hits.append((rows[:, 0] == true_rows[:, 0]).float().mean())
-        found, true = (confidence(own.log_similarity(part)) for part in (d, true_d))
+        found, true = (own.confidence(part) for part in (d, true_d))
         errors.append((found - true).abs().mean())
 
     with routing.observed(ask):

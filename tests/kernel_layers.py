@@ -25,7 +25,7 @@ CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 LISTS = [3, 150, 60, 1, 9, 40]  # keys of each list, around a point
 STEP = 2.0**-6  # of the grid of whole numbers
-GAMMA = torch.tensor(1.0, device=DEVICE)
+KERNEL = torch.tensor([1.0, 0.6, 0.9], device=DEVICE)  # γ for weights, γ for λ, λ's factor
 Recall = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
 
@@ -90,10 +90,10 @@ class Layer:
         return (points.to(DEVICE) * STEP + self.grid.centre).to(self.dtype)
 
     def parts(self) -> Parts:
-        return make_parts(self.index, self.values, GAMMA)
+        return make_parts(self.index, self.values, KERNEL)
 
     def fused(self) -> Fused:
-        return Fused(self.index, self.values, GAMMA, self.settings)
+        return Fused(self.index, self.values, KERNEL, self.settings)
 
     def recall(
         self, inputs: Tensor, logits: Tensor, counts: Tensor, real: Tensor | None
@@ -103,9 +103,10 @@ class Layer:
     def expected(self) -> tuple[Tensor, Tensor]:
         """Mixed logits and confidence, by plain torch."""
         squared_distance, places = self.index.estimate(self.inputs, self.case.k)
-        log_similarity = (cosine if self.case.cosine else rbf)(squared_distance, GAMMA)
+        similarity, (gamma, confidence_gamma, trust) = cosine if self.case.cosine else rbf, KERNEL
+        log_similarity = similarity(squared_distance, gamma)
         proposal = propose_logits(self.values.at(places), log_similarity)
-        weight = confidence(log_similarity)
+        weight = trust * confidence(similarity(squared_distance, confidence_gamma))
         return mix_logits(self.logits.float(), proposal, weight), weight
 
 

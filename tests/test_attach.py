@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from conftest import BUILD, TEXTS, encode, family, make_texts
 from knn_moe import RoutingConfig, RoutingMemory, attach, build_memory, find_routers
+from knn_moe.config import LayerKernel
 from knn_moe.errors import (
     ConfigError,
 )
@@ -146,14 +147,42 @@ def test_recorded_router_logits_are_those_used(
     torch.testing.assert_close(recorded.router_logits[0], by_hand)
 
 
-def _mixed_by_hand(memory: RoutingMemory, logits: torch.Tensor) -> torch.Tensor:
-    """Layer 0 once more, from the model's own unmixed router input."""
+def test_each_layer_has_its_kernels(
+    model: PreTrainedModel, memory: RoutingMemory, prompt: torch.Tensor
+) -> None:
+    """One width to weigh neighbours, one for λ, and λ's factor; a layer of no trust is left out."""
+    base = model(prompt, output_router_logits=True, use_cache=False).router_logits
+    own = LayerKernel(layer=0, gamma_scale=2.0, confidence_scale=0.3, trust=0.8)
+    config = RoutingConfig(k=3, trust=0.0, kernels=(own,))
+    with attach(model, memory, config) as routing:
+        mixed = model(prompt, output_router_logits=True, use_cache=False).router_logits
+        assert list(routing.stats()) == [0]
+    x, layer = _router_inputs(), memory.layers[0]
+    distance = torch.cdist(x.double(), layer.keys.double()).square()
+    nearest, rows = torch.topk(distance, 3, dim=-1, largest=False)
+    weight = torch.softmax(-2.0 * layer.gamma * nearest, dim=-1)
+    proposal = (weight[:, :, None] * layer.values[rows].double()).sum(dim=1)
+    trust = 0.8 * torch.exp(-0.3 * layer.gamma * nearest).mean(dim=-1, keepdim=True)
+    expected = (1 - trust) * base[0].double() + trust * proposal
+    torch.testing.assert_close(mixed[0], expected.float())
+    with attach(model, memory, RoutingConfig(trust=0.0)):
+        silent = model(prompt, output_router_logits=True, use_cache=False).router_logits
+    assert all(torch.equal(one, two) for one, two in zip(silent, base, strict=True))
+
+
+def _router_inputs() -> torch.Tensor:
+    """Of layer 0, of the model alone. Shape [T, d]."""
     model = family("olmoe")
     seen = []
     router = find_routers(model)[0]
     router.module.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     model(encode_prompt(), use_cache=False)
-    x, layer = seen[0].reshape(-1, router.hidden_size), memory.layers[0]
+    return seen[0].reshape(-1, router.hidden_size)
+
+
+def _mixed_by_hand(memory: RoutingMemory, logits: torch.Tensor) -> torch.Tensor:
+    """Layer 0 once more, from the model's own unmixed router input."""
+    x, layer = _router_inputs(), memory.layers[0]
     distance = torch.cdist(x.double(), layer.keys.double()).square()
     nearest, row = distance.min(dim=-1)
     weight = torch.exp(-layer.gamma * nearest)[:, None]

@@ -38,6 +38,7 @@ from knn_moe.errors import (
 )
 from knn_moe.index import ExactIndex
 from knn_moe.memory import LayerMemory
+from knn_moe.recall import Kernel
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +195,7 @@ def test_what_cannot_be_compressed(memory: RoutingMemory, tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="Unknown index 'hnsw'"):
         compress(memory, "hnsw", tmp_path / "made")
     with pytest.raises(ConfigError, match="as some index"):
-        compress_layer(memory.full_layers()[0], 1.0, RoutingConfig(), CPU)
+        compress_layer(memory.full_layers()[0], 1.0, Kernel.single(1.0), RoutingConfig(), CPU)
     with pytest.raises(MemoryFormatError, match="no keys to compress"):
         compress(of_rows(memory, torch.arange(0)), FAST, tmp_path / "made")
     assert list(tmp_path.iterdir()) == []
@@ -279,7 +280,7 @@ def test_quality_is_what_it_says() -> None:
 
     def quality(*columns: Tensor, found: bool = True) -> IndexQuality:
         index = Answers(keys, torch.stack(columns, dim=1), found=found)
-        return measure(index, keys, 0.1, config, CPU)
+        return measure(index, keys, Kernel.single(0.1), config, CPU)
 
     assert quality(itself, nearest) == IndexQuality(recall=1, confidence_error=0)
     assert quality(nearest, itself) == IndexQuality(recall=1, confidence_error=0)
@@ -297,8 +298,8 @@ def test_quality_is_what_it_says() -> None:
 def test_another_key_that_is_as_near_is_a_hit() -> None:
     keys = torch.tensor([[0.0], [0.0], [0.0], [5.0], [5.0]])
     answers = Answers(keys, torch.tensor([[2, 0], [2, 0], [1, 0], [4, 3], [3, 4]]))
-    assert measure(answers, keys, 1.0, RoutingConfig(), CPU).recall == 1
-    assert measure(ExactIndex(keys), keys, 1.0, RoutingConfig(k=9), CPU).recall == 1
+    assert measure(answers, keys, Kernel.single(1.0), RoutingConfig(), CPU).recall == 1
+    assert measure(ExactIndex(keys), keys, Kernel.single(1.0), RoutingConfig(k=9), CPU).recall == 1
 
 
 # Where faiss is missing

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from knn_moe import gamma
 from knn_moe.gamma import estimate_gamma
-from knn_moe.index import exact
+from knn_moe.index import exact, others
 
 
 def loop_gamma(
@@ -151,7 +151,7 @@ def test_zero_distances_do_not_count_under_a_large_offset() -> None:
 def test_zero_distances_do_not_count_when_multiplied_in_bf16(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gamma, "product", lambda x, keys: x.bfloat16().float() @ keys.float().T)
+    monkeypatch.setattr(others, "product", lambda x, keys: x.bfloat16().float() @ keys.float().T)
     keys, example, case = twice(torch.randn(40, 256).bfloat16())
     assert estimate_gamma(keys, example, case) == pytest.approx(
         loop_gamma(keys, example, case), rel=1e-3

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from knn_moe.index import ExactIndex, exact
+from knn_moe.index import ExactIndex, exact, others
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CPU = torch.device("cpu")
@@ -131,3 +131,22 @@ def test_norms_are_of_centred_keys(dtype: torch.dtype, monkeypatch: pytest.Monke
 
 def test_an_index_is_no_part_of_a_state_dict() -> None:
     assert not ExactIndex(torch.randn(4, 2)).state_dict()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_nearest_others_pass_over_their_own(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against a sort of all distances, in blocks of queries and of keys; inf where none is left."""
+    monkeypatch.setattr(others, "_QUERIES", 7)
+    monkeypatch.setitem(exact._KEYS, "cpu", 16)
+    keys, owner = (10 + torch.randn(60, 5)).to(dtype), torch.randint(4, (60,))
+    queries, asks = (10 + torch.randn(20, 5)).to(dtype), torch.randint(6, (20,))
+    squared = all_distances(queries, keys)
+    squared[asks[:, None] == owner] = float("inf")
+    expected = squared.sort(dim=-1).values
+    found, places = others.nearest_others(queries, keys, [(asks, owner)], 50, keys.device)
+    torch.testing.assert_close(found.double(), expected[:, :50], rtol=1e-5, atol=1e-6)
+    there = found.isfinite()
+    assert not there.all()
+    torch.testing.assert_close(squared.gather(1, places)[there], expected[:, :50][there])

@@ -33,6 +33,7 @@ from knn_moe.controls import shuffle_values
 from knn_moe.errors import ConfigError
 from knn_moe.handle import Routing
 from knn_moe.index.grid import principal_axes
+from knn_moe.recall import scaled
 from knn_moe.similarity import SIMILARITIES
 from knn_moe.trace import trace
 
@@ -116,7 +117,9 @@ def test_a_layer_that_was_never_written(
     model: PreTrainedModel, memory: RoutingMemory, small: RoutingMemory, ids: Tensor
 ) -> None:
     layers = {
-        number: compress_layer(layer, layer.gamma, small.routing, CPU)
+        number: compress_layer(
+            layer, layer.gamma, scaled(layer.gamma, number, small.routing), small.routing, CPU
+        )
         for number, layer in memory.full_layers().items()
     }
     fresh = replace(small, layers=layers, folder=None)

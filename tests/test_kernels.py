@@ -13,7 +13,7 @@ import torch
 from kernel_layers import (
     CUDA,
     DEVICE,
-    GAMMA,
+    KERNEL,
     LISTS,
     Case,
     Layer,
@@ -249,7 +249,7 @@ def test_a_query_that_is_no_number_leaves_the_others_alone(queries: int, path: s
 def test_parts_are_finite_but_for_the_lists_that_are_never_near(dtype: torch.dtype) -> None:
     keys = (0.1 * clustered(1000, 200)).to(DEVICE, dtype)
     index = FastIndex.build(keys, IndexConfig(kind="fast"))
-    parts = make_parts(index, PackedValues.of(randn(1000, 8), 8), GAMMA)
+    parts = make_parts(index, PackedValues.of(randn(1000, 8), 8), KERNEL)
     assert parts.stacked.isfinite().all()
     real = len(index.projection) + len(index.centres)
     assert parts.shift[:real].isfinite().all()
@@ -265,7 +265,7 @@ def test_coarse_distances_order_the_lists_as_grid_points_do(
     points = clustered(4000, 100) + offset * torch.randn(100)
     keys, queries = split(points.to(DEVICE, dtype), queries=200)
     index = FastIndex.build(keys, IndexConfig(kind="fast", probes=4))
-    parts = make_parts(index, PackedValues.of(randn(len(keys), 8), 8), GAMMA)
+    parts = make_parts(index, PackedValues.of(randn(len(keys), 8), 8), KERNEL)
     grid = Grid(index.projection, index.offset, index.centre, index.step)
     lists = Lists(index.codes, index.norms, index.centres, index.coarse_norms, index.begin)
     expected = nearest_lists(lists, to_whole(grid.project(queries)), 4)
@@ -282,7 +282,7 @@ def test_an_index_of_real_numbers() -> None:
     index = FastIndex.build(keys, IndexConfig(kind="fast", probes=1))
     values = PackedValues.of(randn(len(keys), 8), 8)
     expected = index.estimate(queries, 3)
-    fused_layer = Fused(index, values, 0.1 * GAMMA, Settings(3, index.probes))
+    fused_layer = Fused(index, values, 0.1 * KERNEL, Settings(3, index.probes))
     distance, places = fused_layer.search(queries, 3)
     assert (places == expected[1]).float().mean() > 0.9
     torch.testing.assert_close(distance, expected[0], rtol=0.02, atol=0.02)
@@ -365,11 +365,11 @@ def test_many_lists_on_a_gpu(bits: int, dtype: torch.dtype) -> None:
     index = FastIndex.build(keys, IndexConfig(kind="fast", bits=bits))
     values, logits = PackedValues.of(randn(len(keys), 64), 8), randn(9000, 64).to(dtype)
     distance, places = index.estimate(queries, 8)
-    gamma = 1 / distance.median()
-    log_similarity = rbf(distance, gamma)
-    proposal = propose_logits(values.at(places), log_similarity)
-    expected = mix_logits(logits.float(), proposal, confidence(log_similarity))
-    layer = Fused(index, values, gamma, Settings(8, index.probes, 0, 8))
+    kernel = torch.stack([1 / distance.median(), 0.5 / distance.median(), KERNEL[2]])
+    proposal = propose_logits(values.at(places), rbf(distance, kernel[0]))
+    weight = kernel[2] * confidence(rbf(distance, kernel[1]))
+    expected = mix_logits(logits.float(), proposal, weight)
+    layer = Fused(index, values, kernel, Settings(8, index.probes, 0, 8))
     for count in (1, FEW, FEW + 1, 100, 300, 9000):
         asked = queries[:count], logits[:count], no_counts(), None
         found = layer.search(queries[:count], 8)[1]

@@ -27,7 +27,7 @@ dtype = getattr(torch, dtype)
 keys = torch.randn(700, 96, generator=torch.Generator().manual_seed(0))
 index = FastIndex.build(keys.to(dtype), IndexConfig(kind="fast", dims=64, bits=bits, probes=3))
 values = PackedValues.of(torch.randn(700, 60), value_bits)
-made = parts.make_parts(index, values, torch.tensor(1.0))
+made = parts.make_parts(index, values, torch.ones(3))
 made = made._replace(points=made.points.bfloat16())  # as on a GPU
 settings = parts.Settings(k, index.probes, 0, 8)
 launches = []

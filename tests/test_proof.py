@@ -17,7 +17,7 @@ from transformers import (
 from knn_moe import BuildConfig, RoutingConfig, RoutingMemory, attach, build_memory, find_routers
 from knn_moe.intercept import RouterHook
 from knn_moe.mixing import propose_logits
-from knn_moe.recall import LayerRecall
+from knn_moe.recall import Kernel, LayerRecall
 from slow_reference import ReferenceLayer, build_reference, run_reference
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
@@ -137,7 +137,9 @@ def test_every_intermediate(
     handles = []
     for router in find_routers(trained):
         layer = memory.layers[router.layer]
-        recall = LayerRecall(layer, layer.gamma, RoutingConfig(k=k), torch.device("cpu"))
+        recall = LayerRecall(
+            layer, Kernel.single(layer.gamma), RoutingConfig(k=k), torch.device("cpu")
+        )
 
         def mix(
             x: torch.Tensor,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from knn_moe.build import build_memory
+    from knn_moe.calibration import calibrate
     from knn_moe.compression import compress
     from knn_moe.config import BuildConfig, RoutingConfig
     from knn_moe.handle import attach
@@ -28,6 +29,7 @@ __all__ = [
     "RoutingMemory",
     "attach",
     "build_memory",
+    "calibrate",
     "compress",
     "find_routers",
     "load_examples",
@@ -42,6 +44,7 @@ _HOMES = {
     "RoutingMemory": "memory",
     "attach": "handle",
     "build_memory": "build",
+    "calibrate": "calibration",
     "compress": "compression",
     "find_routers": "routers",
     "load_examples": "reference",

@@ -21,7 +21,7 @@ from knn_moe.index.exact import squared_distance
 from knn_moe.index.values import PackedValues
 from knn_moe.memory import LayerMemory, RoutingMemory
 from knn_moe.mixing import confidence
-from knn_moe.recall import layer_gamma, open_layer, rows_of
+from knn_moe.recall import Kernel, layer_gamma, open_layer, rows_of, scaled
 from knn_moe.similarity import SIMILARITIES
 from knn_moe.writer import write_layers
 
@@ -54,7 +54,8 @@ def compress(
     def layers() -> Iterator[tuple[int, dict[str, Any], dict[str, Tensor]]]:
         for number, layer in full.items():
             gamma = _own_gamma(memory, number, routing.similarity, place)
-            small = compress_layer(layer, gamma, routing, place)
+            kernel = scaled(gamma, number, routing)
+            small = compress_layer(layer, gamma, kernel, routing, place)
             yield number, small.entry(), dict(small.tensors)
             on_layer(number)
 
@@ -64,9 +65,14 @@ def compress(
 
 
 def compress_layer(
-    layer: LayerMemory, gamma: float, routing: RoutingConfig, device: torch.device
+    layer: LayerMemory,
+    gamma: float,
+    kernel: Kernel,
+    routing: RoutingConfig,
+    device: torch.device,
 ) -> CompressedLayer:
-    """One layer, as `routing` says, made on `device`. `gamma` is the layer's own, unscaled."""
+    """One layer, as `routing` says, made on `device`. `gamma` is the layer's own, unscaled;
+    `kernel` what `routing` makes of it."""
     if routing.index is None:
         raise ConfigError("A layer is compressed as some index: RoutingConfig(index=…).")
     index, values = open_layer(layer, routing, device)
@@ -80,19 +86,18 @@ def compress_layer(
         shape=layer.shape,
         index=routing.index,
         similarity=routing.similarity,
-        quality=measure(index, layer.keys, gamma, routing, device),
+        quality=measure(index, layer.keys, kernel, routing, device),
     )
 
 
 def measure(
-    index: KeyIndex, keys: Tensor, gamma: float, routing: RoutingConfig, device: torch.device
+    index: KeyIndex, keys: Tensor, kernel: Kernel, routing: RoutingConfig, device: torch.device
 ) -> IndexQuality:
     """Recall and λ error on evenly spaced keys, each without itself. Shapes: keys [M, d]."""
     if len(keys) < 2:
         return IndexQuality(recall=1.0, confidence_error=0.0)
     similarity = SIMILARITIES[routing.similarity]
-    gamma = (routing.gamma or gamma) * routing.gamma_scale
-    width = torch.tensor(min(gamma, torch.finfo(torch.float32).max))
+    width = torch.tensor(kernel.confidence_gamma)
     count = min(_SAMPLE, len(keys))
     sample = torch.arange(count) * len(keys) // count
     k = min(routing.k, len(keys) - 1)
@@ -108,7 +113,7 @@ def measure(
     lambdas = [confidence(similarity.log(part.cpu(), width)) for part in (found, exact)]
     return IndexQuality(
         recall=round(float(hit.float().mean()), 4),
-        confidence_error=round(float((lambdas[0] - lambdas[1]).abs().mean()), 5),
+        confidence_error=round(kernel.trust * float((lambdas[0] - lambdas[1]).abs().mean()), 5),
     )
 
 

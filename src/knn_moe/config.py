@@ -5,6 +5,7 @@ Knows the ranges and the paper's defaults. Knows nothing of models, tensors or f
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
@@ -74,13 +75,34 @@ class BuildConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayerKernel:
+    """One layer's own kernels, where it has its own: fields as RoutingConfig's."""
+
+    layer: int
+    gamma_scale: float = 1.0
+    confidence_scale: float = 1.0
+    trust: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_count("layer", self.layer, 0)
+        _check_kernel(self)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RoutingConfig:
-    """How a memory is used (§4.2)."""
+    """How a memory is used (§4.2).
+
+    The paper weighs neighbours and takes λ by one kernel. Here each may have its own width, and λ
+    a factor, for all layers or for each (`kernels`, which `calibrate` fits).
+    """
 
     k: int = 1  # K, neighbours recalled per router input
     similarity: str = "rbf"
     gamma: float | None = None  # None: per layer, from the memory's own distances
     gamma_scale: float = 1.0  # widens (< 1) or narrows (> 1) the kernel
+    confidence_scale: float | None = None  # the same where λ is taken; None: gamma_scale
+    trust: float = 1.0  # λ's factor; 0: the router alone
+    kernels: tuple[LayerKernel, ...] = ()  # of these layers, instead of the three above
     layers: tuple[int, ...] | None = None  # None: every layer the memory has
     stats: bool = True  # count tokens whose experts changed, for `stats()`
     # Or a kind of index, by name. None: exact, or the index of a compressed memory.
@@ -101,9 +123,9 @@ class RoutingConfig:
             raise ConfigError(f"index must be an IndexConfig or its kind, got {index!r}.")
         if self.similarity not in SIMILARITIES:
             raise ConfigError(_unknown("similarity", self.similarity, tuple(SIMILARITIES)))
-        for name, value in (("gamma", self.gamma), ("gamma_scale", self.gamma_scale)):
-            if value is not None and not _SMALLEST <= value <= _LARGEST:
-                raise ConfigError(f"{name} must be a positive fp32 number, got {value}.")
+        _check_width("gamma", self.gamma)
+        _check_kernel(self)
+        object.__setattr__(self, "kernels", _layer_kernels(self.kernels))
         if self.gate is not None and self.gate not in GATES:
             raise ConfigError(_unknown("gate", self.gate, GATES))
         if not 0 <= self.gate_share <= 1:
@@ -114,8 +136,50 @@ class RoutingConfig:
                 raise ConfigError(f"layers must name layers by number, got {self.layers!r}.")
             object.__setattr__(self, "layers", layers)
 
+    def kernel(self, layer: int) -> LayerKernel:
+        """Of a layer: its own, or the one for all."""
+        for own in self.kernels:
+            if own.layer == layer:
+                return own
+        wide = self.gamma_scale if self.confidence_scale is None else self.confidence_scale
+        return LayerKernel(
+            layer=layer, gamma_scale=self.gamma_scale, confidence_scale=wide, trust=self.trust
+        )
+
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return as_json(self)
+
+
+def as_json(config: Any) -> dict[str, Any]:
+    """A dataclass as JSON gives it back: no tuple is left that a file would make a list."""
+    plain: dict[str, Any] = json.loads(json.dumps(asdict(config)))
+    return plain
+
+
+def _layer_kernels(given: object) -> tuple[LayerKernel, ...]:
+    """Kernels, or what their fields are in JSON."""
+    kernels: list[LayerKernel] = []
+    for each in given if isinstance(given, Iterable) else (given,):
+        kernel: object = LayerKernel(**each) if isinstance(each, Mapping) else each
+        if not isinstance(kernel, LayerKernel):
+            raise ConfigError(f"kernels must be LayerKernels, got {kernel!r}.")
+        kernels.append(kernel)
+    layers = [kernel.layer for kernel in kernels]
+    if len(set(layers)) < len(layers):
+        raise ConfigError(f"kernels name a layer twice: {layers}.")
+    return tuple(kernels)
+
+
+def _check_kernel(kernel: LayerKernel | RoutingConfig) -> None:
+    _check_width("gamma_scale", kernel.gamma_scale)
+    _check_width("confidence_scale", kernel.confidence_scale)
+    if not 0 <= kernel.trust <= 1:
+        raise ConfigError(f"trust must be from 0 to 1, got {kernel.trust}.")
+
+
+def _check_width(name: str, value: float | None) -> None:
+    if value is not None and not _SMALLEST <= value <= _LARGEST:
+        raise ConfigError(f"{name} must be a positive fp32 number, got {value}.")
 
 
 def _check_count(name: str, value: object, least: int) -> None:

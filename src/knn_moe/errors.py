@@ -12,6 +12,7 @@ KnnMoeError
 ├── MemoryFormatError        a folder that is no memory, or not a whole one
 ├── MemoryMismatchError      a memory that belongs to another model, or to another memory
 ├── BuildError               a build cannot start, or cannot go on
+├── CalibrationError         too little to calibrate on
 ├── MissingDependencyError   an optional part is not installed
 └── AttachError              a memory cannot be put on a model
     └── RouterNotCalledError     a router was attached but the model went around it
@@ -66,6 +67,10 @@ class MemoryMismatchError(KnnMoeError):
 
 class BuildError(KnnMoeError):
     """A build cannot start, or cannot go on."""
+
+
+class CalibrationError(KnnMoeError):
+    """There is too little to calibrate a memory on."""
 
 
 class MissingDependencyError(KnnMoeError, ImportError):

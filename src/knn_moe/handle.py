@@ -20,7 +20,7 @@ from knn_moe.hooks import LayerStats, RecallHook, RouterCall, TokenMask
 from knn_moe.identity import identify
 from knn_moe.intercept import forget_compiled_graphs, hook_on, takes_top
 from knn_moe.memory import RoutingMemory
-from knn_moe.recall import LayerRecall, layer_gamma
+from knn_moe.recall import LayerRecall, layer_kernel
 from knn_moe.routers import Router, find_routers
 
 
@@ -65,13 +65,13 @@ class Routing:
 
     def _hook(self, router: Router) -> RecallHook:
         device = router.device
-        gamma = layer_gamma(self.memory, router.layer, self.config, device)
+        kernel = layer_kernel(self.memory, router.layer, self.config, device)
         layer = self.memory.layers[router.layer]
         gate = open_gate(router, layer, self.config)
         kernels_count = self.config.stats and device.type == "cuda" and gate is None
         top = router.top_k if kernels_count and takes_top(router) else 0
         try:
-            recall = LayerRecall(layer, gamma, self.config, device, count_top=top)
+            recall = LayerRecall(layer, kernel, self.config, device, count_top=top)
         except torch.OutOfMemoryError:
             raise AttachError(
                 f"The memory ({self.memory.nbytes / 1e9:,.1f} GB) does not fit on {device} beside "
@@ -156,7 +156,8 @@ def check_belongs(model: nn.Module, memory: RoutingMemory) -> None:
 
 
 def _choose(routers: list[Router], memory: RoutingMemory, config: RoutingConfig) -> list[Router]:
-    """The routers to attach to: those of the chosen layers, each fitting its layer's memory."""
+    """The routers to attach to: those of the chosen layers, each fitting its layer's memory, but
+    for those whose memory is not trusted at all."""
     by_layer = {router.layer: router for router in routers}
     wanted = tuple(memory.layers) if config.layers is None else config.layers
     missing = [index for index in wanted if index not in memory.layers]
@@ -171,7 +172,7 @@ def _choose(routers: list[Router], memory: RoutingMemory, config: RoutingConfig)
                 f"{memory.base_model}; the model's is "
                 f"{f'{router.hidden_size} → {router.num_experts}' if router else 'not there'}."
             )
-    return [by_layer[index] for index in wanted]
+    return [by_layer[index] for index in wanted if config.kernel(index).trust > 0]
 
 
 def _names(names: list[str]) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
-from knn_moe.config import BuildConfig, RoutingConfig
+from knn_moe.config import BuildConfig, RoutingConfig, as_json
 from knn_moe.identity import ModelIdentity
 
 _LIBRARIES: Final = ("knn-moe", "torch", "transformers")
@@ -20,9 +20,16 @@ class MemoryHeader:
     build: BuildConfig = field(default_factory=BuildConfig)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     libraries: Mapping[str, str] = field(default_factory=lambda: library_versions())
+    calibration: Mapping[str, Any] | None = None  # what `calibrate` found, for people to read
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return as_json(self)
+
+    def uncalibrated(self) -> MemoryHeader:
+        """As it was built, where it was calibrated since."""
+        if self.calibration is None:
+            return self
+        return replace(self, routing=self.build.routing(), calibration=None)
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> MemoryHeader:
@@ -32,6 +39,7 @@ class MemoryHeader:
             build=BuildConfig(**config["build"]),
             routing=RoutingConfig(**config["routing"]),
             libraries=config["libraries"],
+            calibration=config.get("calibration"),
         )
 
 

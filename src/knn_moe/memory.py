@@ -164,7 +164,8 @@ class RoutingMemory:
     ) -> RoutingMemory:
         """One memory of the cases of all, with γ taken from their joint distances.
 
-        What the memory says of its build and use is the first one's.
+        What the memory says of its build and use is the first one's; what a calibration found for
+        that one alone is forgotten, and its preset's routing is back.
         Streamed to `folder` and opened from there; without one, to a temporary folder that lives
         as long as the memory.
         """
@@ -172,7 +173,7 @@ class RoutingMemory:
             memory.full_layers()
         for other in others:
             _check_mergeable(self, other)
-        memories = [self, *others]
+        memories = [replace(self, header=self.header.uncalibrated()), *others]
         holds = storage.TemporaryFolder() if folder is None else None
         target = holds.path / "memory" if holds else Path(str(folder))
         provenance = concatenate([memory.provenance for memory in memories])

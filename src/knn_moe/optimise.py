@@ -96,7 +96,7 @@ def optimise_routing(
         else RouterHook(layer.router, layer)
         for layer in layers
     ]
-    with torch.inference_mode(False), torch.enable_grad(), _installed(hooks):
+    with torch.inference_mode(False), torch.enable_grad(), installed(hooks):
         if config.steps == 0:
             with torch.no_grad():
                 summed_loss(model, batch)
@@ -120,7 +120,8 @@ def summed_loss(model: nn.Module, batch: TokenBatch) -> Tensor:
 
 
 @contextmanager
-def _installed(hooks: Sequence[RouterHook]) -> Iterator[None]:
+def installed(hooks: Sequence[RouterHook]) -> Iterator[None]:
+    """Hooks on inside, off outside."""
     handles = []
     try:
         for hook in hooks:

@@ -6,7 +6,7 @@ GPU the `fast` index brings kernels that do all of it (index/fused.py).
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,19 @@ from knn_moe.similarity import SIMILARITIES
 UNITS: Final = 2**32  # confidences are summed as whole numbers of 1 / UNITS
 
 
+class Kernel(NamedTuple):
+    """One layer's: γ where neighbours are weighed, γ where λ is taken from them, λ's factor."""
+
+    gamma: float
+    confidence_gamma: float
+    trust: float = 1.0
+
+    @classmethod
+    def single(cls, gamma: float) -> Kernel:
+        """The paper's: one γ for both."""
+        return cls(gamma, gamma)
+
+
 class LayerRecall(nn.Module):
     """Keys, values and kernel of one layer, on the router's device.
 
@@ -34,12 +47,14 @@ class LayerRecall(nn.Module):
     """
 
     gamma: Tensor
+    confidence_gamma: Tensor
+    trust: Tensor
     uncounted: Tensor
 
     def __init__(
         self,
         layer: Layer,
-        gamma: float,
+        kernel: Kernel,
         config: RoutingConfig,
         device: torch.device,
         *,
@@ -48,10 +63,12 @@ class LayerRecall(nn.Module):
         """`count_top`: count changes among as many top logits, where kernels can."""
         super().__init__()
         self.similarity = SIMILARITIES[config.similarity]
+        self.kernel = kernel
         self.k = min(config.k, len(layer))
         self.dtype = layer.shape.dtype
         self.index, values = open_layer(layer, config, device)
-        self.register_buffer("gamma", torch.tensor(gamma, device=device), persistent=False)
+        for name, number in kernel._asdict().items():
+            self.register_buffer(name, torch.tensor(number, device=device), persistent=False)
         nothing = torch.zeros(4, dtype=torch.int64, device=device)
         self.register_buffer("uncounted", nothing, persistent=False)
         self.value_names = list(named_values(values))
@@ -66,7 +83,8 @@ class LayerRecall(nn.Module):
             return
         cosine = 0 if self.similarity.uses_gamma else 1
         top = count_top if len(values.centre) <= MOST_RANKED else 0
-        fused = Fused(index, values, self.gamma, Settings(self.k, index.probes, cosine, top))
+        kernel = torch.stack([self.gamma, self.confidence_gamma, self.trust])
+        fused = Fused(index, values, kernel, Settings(self.k, index.probes, cosine, top))
         index.finder = fused.search
         if index.keys is None:
             self.fused = fused
@@ -89,7 +107,7 @@ class LayerRecall(nn.Module):
         squared_distance, places = self.index.search(self._queries(inputs), self.k)
         log_similarity = self.log_similarity(squared_distance)
         proposal = propose_logits(self._values(places), log_similarity)
-        weight = confidence(log_similarity)
+        weight = self.confidence(squared_distance)
         return mix_logits(logits.float(), proposal, weight).to(logits.dtype), weight
 
     @property
@@ -111,8 +129,13 @@ class LayerRecall(nn.Module):
         return squared_distance, rows_of(self.index, places)
 
     def log_similarity(self, squared_distance: Tensor) -> Tensor:
-        """log s of each neighbour. Shapes: [T, K] → [T, K], at most 0."""
+        """log s of each neighbour, as it is weighed. Shapes: [T, K] → [T, K], at most 0."""
         return self.similarity.log(squared_distance, self.gamma)
+
+    def confidence(self, squared_distance: Tensor) -> Tensor:
+        """λ of each token. Shapes: [T, K] → [T], in [0, 1]."""
+        log_similarity = self.similarity.log(squared_distance, self.confidence_gamma)
+        return self.trust * confidence(log_similarity)
 
     def _queries(self, inputs: Tensor) -> Tensor:
         return self.similarity.prepare(inputs.to(self.dtype))
@@ -145,6 +168,24 @@ def rows_of(index: KeyIndex, places: Tensor) -> Tensor:
     return index.rows[places].long() if isinstance(index, FastIndex) else places
 
 
+def layer_kernel(
+    memory: RoutingMemory, index: int, config: RoutingConfig, device: torch.device
+) -> Kernel:
+    """The layer's kernels, by its own γ or the config's."""
+    return scaled(layer_gamma(memory, index, config, device), index, config)
+
+
+def scaled(gamma: float, index: int, config: RoutingConfig) -> Kernel:
+    """What the config makes of a layer's γ; its own γ, if it has one, comes before the layer's."""
+    own, largest = config.kernel(index), torch.finfo(torch.float32).max
+    if not SIMILARITIES[config.similarity].uses_gamma:
+        return Kernel(1.0, 1.0, own.trust)
+    gamma = config.gamma or gamma
+    return Kernel(
+        min(gamma * own.gamma_scale, largest), min(gamma * own.confidence_scale, largest), own.trust
+    )
+
+
 def layer_gamma(
     memory: RoutingMemory, index: int, config: RoutingConfig, device: torch.device
 ) -> float:
@@ -154,14 +195,12 @@ def layer_gamma(
     if not similarity.uses_gamma:
         return 1.0
     if config.gamma is not None:
-        gamma = config.gamma
-    elif config.similarity == "rbf" or isinstance(layer, CompressedLayer):
-        gamma = layer.gamma
-    else:
-        keys = similarity.prepare(layer.keys)
-        example, case = memory.provenance.example, memory.provenance.prefix_hash()
-        gamma = estimate_gamma(keys, example, case, device)
-    return min(gamma * config.gamma_scale, torch.finfo(torch.float32).max)
+        return config.gamma
+    if config.similarity == "rbf" or isinstance(layer, CompressedLayer):
+        return layer.gamma
+    keys = similarity.prepare(layer.keys)
+    example, case = memory.provenance.example, memory.provenance.prefix_hash()
+    return estimate_gamma(keys, example, case, device)
 
 
 def _index_of(layer: CompressedLayer, config: RoutingConfig) -> IndexConfig:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from knn_moe.errors import MemoryFormatError
 
-FORMAT_VERSION: Final = 2
+FORMAT_VERSION: Final = 3
 CONFIG_FILE: Final = "memory_config.json"
 TOKENS_FILE: Final = "tokens.safetensors"
 _CHUNK: Final = 1 << 24
@@ -170,7 +170,7 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
     sealed = {**config, "format_version": FORMAT_VERSION}
     sealed["digest"] = _digest(sealed)
     text = json.dumps(sealed, indent=2, ensure_ascii=False) + "\n"
-    (folder / CONFIG_FILE).write_text(text, encoding="utf8")
+    write_whole(folder / CONFIG_FILE, text)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

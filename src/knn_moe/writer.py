@@ -128,6 +128,13 @@ def seal(
     storage.publish(partial, folder, overwrite=overwrite)
 
 
+def reseal(folder: Path, header: MemoryHeader) -> None:
+    """Write another header into a memory's folder; its files stay as they are."""
+    config = {**storage.read_config(folder), **header.to_dict()}
+    storage.write_whole(folder / "README.md", model_card(config))
+    storage.write_config(folder, config)
+
+
 @contextmanager
 def scratch_beside(folder: Path) -> Iterator[Path]:
     """A hidden folder beside `folder`, to be sealed; gone if anything fails."""

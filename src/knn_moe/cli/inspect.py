@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from knn_moe.cli.common import json_option, print_json, print_table
 
 if TYPE_CHECKING:
+    from knn_moe.config import LayerKernel
     from knn_moe.memory import RoutingMemory
+
+KERNEL_COLUMNS: Final = ("γ × to weigh", "γ × for λ", "trust")
 
 
 @click.command(name="inspect")
@@ -49,8 +52,11 @@ def show_layers(memory: RoutingMemory) -> None:
         "typical distance",
         "bytes a key",
     ]
+    kernels = {kernel.layer: kernel for kernel in memory.routing.kernels}
     if memory.compressed:
         columns += ["recall", "λ error"]
+    if kernels:
+        columns += KERNEL_COLUMNS
     rows = []
     for layer in layer_facts(memory):
         row = [layer["layer"], layer["cases"], layer["hidden_size"], layer["num_experts"]]
@@ -59,8 +65,16 @@ def show_layers(memory: RoutingMemory) -> None:
         if "quality" in layer:
             quality = layer["quality"]
             row += [f"{quality['recall']:.3f}", f"{quality['confidence_error']:.4f}"]
+        if kernels:
+            row += kernel_cells(memory.routing.kernel(layer["layer"]))
         rows.append(tuple(row))
     print_table("layers", tuple(columns), rows)
+
+
+def kernel_cells(kernel: LayerKernel) -> list[str]:
+    """One for each of KERNEL_COLUMNS."""
+    widths = [f"{width:.3g}" for width in (kernel.gamma_scale, kernel.confidence_scale)]
+    return [*widths, f"{kernel.trust:.2f}"]
 
 
 def layer_facts(memory: RoutingMemory) -> list[dict[str, Any]]:
@@ -84,7 +98,16 @@ def layer_facts(memory: RoutingMemory) -> list[dict[str, Any]]:
 
 
 def _facts(memory: RoutingMemory) -> dict[str, str]:
-    header = memory.header.to_dict()
+    from knn_moe.config import RoutingConfig
+
+    header, usual = memory.header.to_dict(), RoutingConfig().to_dict()
+    del header["routing"]["kernels"]  # shown layer by layer
+    told = ("k", "similarity")  # the rest only where it is not as usual
+    routing = {
+        name: value
+        for name, value in header["routing"].items()
+        if name in told or value != usual[name]
+    }
     return {
         "base model": memory.base_model.name,
         "revision": memory.base_model.revision or "-",
@@ -93,9 +116,20 @@ def _facts(memory: RoutingMemory) -> dict[str, str]:
         "examples": f"{memory.provenance.num_examples:,}",
         "size": f"{memory.nbytes / 1e6:,.1f} MB",
         "built with": _settings(header["build"]),
-        "used with": _settings(header["routing"]),
+        "used with": _settings(routing),
+        "calibrated": _calibration(header["calibration"]),
         "libraries": _settings(header["libraries"]),
     }
+
+
+def _calibration(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return "no"
+    change = found["change"]
+    return (
+        f"{change['difference']:+.4f} nats a token ({change['low']:+.4f} to {change['high']:+.4f}) "
+        f"on {found['examples']} examples{'' if found['helps'] else ': silent'}"
+    )
 
 
 def _settings(values: dict[str, Any]) -> str:

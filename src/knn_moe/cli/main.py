@@ -17,6 +17,7 @@ from knn_moe.errors import KnnMoeError
 COMMANDS: Final[Mapping[str, str]] = {
     "routers": "Show which routers of a model a memory would touch.",
     "build": "Build a memory from a reference set.",
+    "calibrate": "Find out how a memory is best used.",
     "inspect": "Show what a memory holds and whose it is.",
     "generate": "Generate text with and without a memory.",
     "compress": "Make a memory small, and quick to search.",

@@ -36,11 +36,12 @@ class Fused(nn.Module):
     static tensors."""
 
     def __init__(
-        self, index: FastIndex, values: PackedValues, gamma: Tensor, settings: Settings
+        self, index: FastIndex, values: PackedValues, kernel: Tensor, settings: Settings
     ) -> None:
+        """`kernel` [3]: see Parts."""
         super().__init__()
         self.settings = settings
-        parts = make_parts(index, values, gamma)
+        parts = make_parts(index, values, kernel)
         for name, tensor in parts._asdict().items():
             self.register_buffer(name, tensor, persistent=False)
         # One copy of the projection: the index keeps a view.

@@ -17,8 +17,8 @@ _EARLY_LAUNCH: Final = (9, 0)  # compute capability from which a kernel can wait
 class Parts(NamedTuple):
     """What the kernels read. Shapes as in FastIndex and PackedValues, and: stacked [r + L, d], the
     projection and under it -2 times each centre's; shift [r + L], to be taken off their results;
-    points [L, r], the centres, and point_norms [L]; constants [6]: step, correction, γ. L is
-    rounded up, with lists that are never near.
+    points [L, r], the centres, and point_norms [L]; constants [8]: step, correction, and the
+    kernel: γ for weights, γ for λ, λ's factor. L is rounded up, with lists that are never near.
     """
 
     stacked: Tensor
@@ -45,7 +45,7 @@ class Settings(NamedTuple):
     top: int = 0  # experts chosen, to count changes of; 0: not counted
 
 
-def make_parts(index: FastIndex, values: PackedValues, gamma: Tensor) -> Parts:
+def make_parts(index: FastIndex, values: PackedValues, kernel: Tensor) -> Parts:
     points = index.centres.float()
     norms = points.square().sum(dim=-1)
     composed = -2 * points @ index.projection.float()
@@ -58,7 +58,7 @@ def make_parts(index: FastIndex, values: PackedValues, gamma: Tensor) -> Parts:
     nothing = points.new_zeros(spare, composed.shape[1])
     stacked = torch.cat([index.projection.float(), composed, nothing])
     points = torch.cat([points, points.new_zeros(spare, points.shape[1])])
-    constants = torch.stack([index.step, *index.correction, gamma.to(index.step.device)])
+    grid = torch.stack([index.step, *index.correction])
     return Parts(
         stacked=stacked.to(index.projection.dtype),
         shift=torch.cat([index.offset, shift, never]),
@@ -69,7 +69,7 @@ def make_parts(index: FastIndex, values: PackedValues, gamma: Tensor) -> Parts:
         norms=index.norms,
         dropped=index.dropped,
         centre=index.centre,
-        constants=constants.float(),
+        constants=torch.cat([grid.float(), kernel.float().to(grid.device)]),
         value_codes=values.codes,
         value_steps=values.steps,
         value_centre=values.centre,

@@ -89,11 +89,13 @@ def mix(t, found, query, chosen, own, proposal, dropped, constants, value_codes,
     squared = distance(best, place, query, dropped, constants)
     if COSINE:
         log_similarity = tl.log(tl.minimum(tl.maximum(1 - squared / 2, 0.0), 1.0))
+        nearness = log_similarity
     else:
         log_similarity = -tl.load(constants + 5) * squared
+        nearness = -tl.load(constants + 6) * squared
     asked = tl.arange(0, KP) < K
-    log_similarity = tl.where(asked, log_similarity, float("-inf"))
-    trust = tl.minimum(tl.sum(tl.exp(log_similarity)) / K, 1.0)
+    nearness = tl.where(asked, nearness, float("-inf"))
+    trust = tl.load(constants + 7) * tl.minimum(tl.sum(tl.exp(nearness)) / K, 1.0)
     kept = tl.where(asked, tl.maximum(log_similarity, LOWEST), float("-inf"))
     weight = tl.exp(kept - tl.max(kept, axis=0))
     weight = weight / tl.sum(weight)

@@ -1,0 +1,173 @@
+"""Fit a memory's kernels by gradient, on tokens that recall every example but their own.
+
+Neighbours are searched once, for the inputs of the model alone. Where layers below have been
+mixed, inputs are a little different: their distances to the same neighbours are taken again, and
+what else would have been near is left out. The judging (judge.py) searches afresh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from knn_moe.calibration.kernels import Kernels
+from knn_moe.calibration.slices import Reading
+from knn_moe.config import LayerKernel
+from knn_moe.errors import RouterNotCalledError
+from knn_moe.index.exact import squared_distance
+from knn_moe.index.others import nearest_others
+from knn_moe.intercept import RouterHook
+from knn_moe.memory import LayerMemory
+from knn_moe.optimise import TokenBatch, frozen, installed
+from knn_moe.routers import Router, input_device
+
+_RATE: Final = 0.1  # of Adam, falling to 0
+
+
+@dataclass(frozen=True)
+class Cases:
+    """One layer's memory on its router's device. Shapes: keys [M, d]; values [M, N]; owner [M]."""
+
+    router: Router
+    keys: Tensor
+    values: Tensor
+    owner: Tensor
+    gamma: float
+
+    @staticmethod
+    def of(router: Router, layer: LayerMemory, owner: Tensor) -> Cases:
+        keys, values, owner = (part.to(router.device) for part in (layer.keys, layer.values, owner))
+        return Cases(router, keys, values, owner, layer.gamma)
+
+    def nearest(self, inputs: Tensor, owner: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Of other examples: squared distances and rows [T, count]."""
+        labels = [(owner.to(inputs.device), self.owner)]
+        return nearest_others(inputs, self.keys, labels, count, inputs.device)
+
+
+class _Search:
+    """Looks up each token's neighbours while the model reads, and changes nothing."""
+
+    def __init__(self, cases: Cases, count: int) -> None:
+        self.cases = cases
+        self.count = count
+        self.owner = torch.empty(0)
+        self.rows: list[Tensor] = []
+
+    def __call__(self, inputs: Tensor, logits: Tensor) -> Tensor:
+        _, rows = self.cases.nearest(inputs, self.owner, self.count)
+        self.rows.append(rows)
+        return logits
+
+
+class Mix:
+    """Mixes by kernels that are being fitted, with neighbours known beforehand."""
+
+    def __init__(self, cases: Cases, kernels: Kernels, k: int) -> None:
+        self.cases = cases
+        self.kernels = kernels
+        self.k = k
+        self.rows = torch.empty(0)
+
+    def __call__(self, inputs: Tensor, logits: Tensor) -> Tensor:
+        with torch.no_grad():
+            rows = self.rows[:, : self.k]
+            distance = squared_distance(inputs.detach()[:, None], self.cases.keys[rows])
+            values = self.cases.values[rows]
+        return self.kernels.mix(self.cases.router.layer, distance, values, logits)
+
+
+@contextmanager
+def mixing(cases: Sequence[Cases], kernels: Kernels, k: int) -> Iterator[list[Mix]]:
+    """Every layer mixes inside; their `rows` are to be set for each batch."""
+    mixes = [Mix(each, kernels, k) for each in cases]
+    with installed([RouterHook(mix.cases.router, mix) for mix in mixes]):
+        yield mixes
+
+
+@torch.no_grad()
+def find_neighbours(
+    model: nn.Module, cases: Sequence[Cases], readings: Sequence[Reading], count: int
+) -> list[list[Tensor]]:
+    """Rows of each token's nearest cases of other examples: for each layer, for each reading."""
+    searches = [_Search(each, count) for each in cases]
+    hooks = [RouterHook(search.cases.router, search) for search in searches]
+    with frozen(model), installed(hooks):
+        for reading in readings:
+            for search in searches:
+                search.owner = reading.owner
+            _logits(model, reading.batch)
+    for search in searches:
+        if len(search.rows) != len(readings):
+            raise RouterNotCalledError(
+                f"Router {search.cases.router.name!r} was called {len(search.rows)} times in "
+                f"{len(readings)} runs of the model, so its memory cannot be calibrated. A fused "
+                f"block may go around it: load the model without it."
+            )
+    return [search.rows for search in searches]
+
+
+def fit_kernels(
+    model: nn.Module,
+    cases: Sequence[Cases],
+    readings: Sequence[Reading],
+    neighbours: list[list[Tensor]],
+    k: int,
+    steps: int,
+    on_step: Callable[[], None] = lambda: None,
+) -> tuple[tuple[LayerKernel, ...], float]:
+    """The kernels that make the readings likeliest, and each one's loss when last read, a token."""
+    device = cases[0].router.device
+    last: dict[int, tuple[float, int]] = {}
+    with frozen(model), torch.inference_mode(False), torch.enable_grad():
+        kernels = Kernels({each.router.layer: each.gamma for each in cases}, device)
+        adam = torch.optim.Adam(kernels.parameters(), lr=_RATE)
+        with mixing(cases, kernels, k) as mixes:
+            for step, place in enumerate(_places(len(readings), steps)):
+                for mix, found in zip(mixes, neighbours, strict=True):
+                    mix.rows = found[place]
+                summed, count = loss_of(model, readings[place].batch)
+                adam.zero_grad()
+                (summed / count).backward()
+                adam.param_groups[0]["lr"] = _RATE * (1 - step / steps)
+                adam.step()
+                last[place] = float(summed.detach()), count
+                on_step()
+    losses, tokens = zip(*last.values(), strict=True)
+    return kernels.found(), sum(losses) / sum(tokens)
+
+
+def _places(count: int, steps: int) -> list[int]:
+    """Which reading each step takes: all of them, in any order, again and again."""
+    chance = torch.Generator().manual_seed(0)
+    rounds = [torch.randperm(count, generator=chance) for _ in range(-(-steps // count))]
+    return torch.cat(rounds)[:steps].tolist()
+
+
+def _logits(model: nn.Module, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+    """Next-token logits [B, T - 1, V], and the tokens to predict [B, T - 1], -100: not scored."""
+    batch = batch.to(input_device(model))
+    mask = batch.real.long() if batch.padded else None
+    logits = model(input_ids=batch.ids, attention_mask=mask, use_cache=False).logits[:, :-1]
+    targets = batch.ids[:, 1:].masked_fill(~batch.scored[:, :-1], -100)
+    return logits, targets.to(logits.device)
+
+
+def loss_of(model: nn.Module, batch: TokenBatch) -> tuple[Tensor, int]:
+    """Summed over the scored tokens, and how many they are."""
+    logits, targets = _logits(model, batch)
+    loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+    return loss, int((targets != -100).sum())
+
+
+def losses(model: nn.Module, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+    """Each line's summed loss and scored tokens. Shapes: [B] fp32, [B] int64, on the CPU."""
+    logits, targets = _logits(model, batch)
+    loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
+    return loss.view(targets.shape).sum(dim=1).cpu(), (targets != -100).sum(dim=1).cpu()

@@ -1,0 +1,113 @@
+"""What a memory is worth on examples that nothing was fitted on; every search afresh, and exact.
+
+A token recalls every example but its own: what is judged is the memory as it will be used, but for
+one example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from knn_moe.calibration.fit import Cases, losses
+from knn_moe.calibration.slices import Reading
+from knn_moe.config import RoutingConfig
+from knn_moe.intercept import RouterHook
+from knn_moe.mixing import confidence, mix_logits, propose_logits
+from knn_moe.optimise import frozen, installed
+from knn_moe.recall import scaled
+from knn_moe.stats import Comparison, paired_bootstrap
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Losses a token on the same tokens, and the change with its interval, by example."""
+
+    loss: float
+    alone: float
+    change: Comparison
+    examples: int
+    tokens: int
+    mean_confidence: dict[int, float]  # λ by layer
+
+    @property
+    def better(self) -> bool:
+        """Than the model alone, beyond chance."""
+        return self.change.significant and self.change.difference < 0
+
+
+class _Recall:
+    """A layer's recall as routing will have it, but for the token's own example."""
+
+    def __init__(self, cases: Cases, config: RoutingConfig) -> None:
+        self.cases = cases
+        self.k = config.k
+        self.kernel = scaled(cases.gamma, cases.router.layer, config)
+        self.owner = torch.empty(0)
+        self.total = self.tokens = 0.0
+
+    def __call__(self, inputs: Tensor, logits: Tensor) -> Tensor:
+        distance, rows = self.cases.nearest(inputs, self.owner, self.k)
+        proposal = propose_logits(self.cases.values[rows], -self.kernel.gamma * distance)
+        trust = self.kernel.trust * confidence(-self.kernel.confidence_gamma * distance)
+        real = (self.owner != 0).to(trust.device)
+        self.total += float(trust[real].sum())
+        self.tokens += int(real.sum())
+        return mix_logits(logits.float(), proposal, trust).to(logits.dtype)
+
+
+@torch.no_grad()
+def judge(
+    model: nn.Module,
+    cases: Sequence[Cases],
+    readings: Sequence[Reading],
+    config: RoutingConfig,
+    on_step: Callable[[], None] = lambda: None,
+) -> Judgement:
+    """The model with the memory, as `config` says, against the model alone."""
+    recalls = [
+        _Recall(each, config) for each in cases if config.kernel(each.router.layer).trust > 0
+    ]
+    hooks = [RouterHook(recall.cases.router, recall) for recall in recalls]
+    alone, mixed, weights, examples = [], [], [], []
+    with frozen(model):
+        for reading in readings:
+            summed, counted = losses(model, reading.batch)
+            alone.append(summed)
+            weights.append(counted)
+            examples.append(reading.example)
+            for recall in recalls:
+                recall.owner = reading.owner
+            with installed(hooks):
+                mixed.append(losses(model, reading.batch)[0])
+            on_step()
+    by_example = _by_example(torch.cat(examples), [alone, mixed, weights])
+    without, with_it, tokens = by_example
+    change = paired_bootstrap(
+        (with_it / tokens).numpy(), (without / tokens).numpy(), weights=tokens.numpy()
+    )
+    total = float(tokens.sum())
+    return Judgement(
+        loss=float(with_it.sum()) / total,
+        alone=float(without.sum()) / total,
+        change=change,
+        examples=len(tokens),
+        tokens=int(total),
+        mean_confidence={
+            recall.cases.router.layer: recall.total / max(recall.tokens, 1) for recall in recalls
+        },
+    )
+
+
+def _by_example(examples: Tensor, columns: list[list[Tensor]]) -> list[Tensor]:
+    """Sums over each example's windows; examples of no tokens are left out."""
+    _, place = examples.unique(return_inverse=True)
+    size = int(place.max()) + 1
+    sums = [
+        torch.zeros(size, dtype=torch.float64).index_add(0, place, torch.cat(column).double())
+        for column in columns
+    ]
+    return [column[sums[-1] > 0] for column in sums]

@@ -1,0 +1,58 @@
+"""Kernels to fit: for every layer a width to weigh neighbours by, one to take λ by, and λ's factor.
+
+As logarithms and a logit, whose gradients know no bounds. Pure torch but for the configs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from knn_moe.config import LayerKernel
+from knn_moe.mixing import confidence, mix_logits, propose_logits
+
+START: Final = {"gamma_scale": 1.0, "confidence_scale": 0.1, "trust": 0.9}
+_DIGITS: Final = 6
+
+
+class Kernels(nn.Module):
+    """Of all layers at once. `gammas`: each layer's own γ, which the widths are relative to."""
+
+    def __init__(self, gammas: Mapping[int, float], device: torch.device) -> None:
+        super().__init__()
+        self.gammas = gammas
+        self.place = {layer: place for place, layer in enumerate(gammas)}
+        weight, wide, trust = START.values()
+        start = torch.tensor([math.log(weight), math.log(wide), math.log(trust / (1 - trust))])
+        # [layers, 3]: the widths' logarithms and the factor's logit.
+        self.raw = nn.Parameter(start.repeat(len(gammas), 1).to(device))
+
+    def mix(self, layer: int, squared_distance: Tensor, values: Tensor, logits: Tensor) -> Tensor:
+        """§4.2, with gradients for the kernels.
+
+        Shapes: squared_distance [T, K]; values [T, K, N]; logits [T, N] → [T, N].
+        """
+        weight, wide, trust = self.raw[self.place[layer]].to(logits.device)
+        gamma = self.gammas[layer]
+        proposal = propose_logits(values, -gamma * weight.exp() * squared_distance)
+        mean = confidence(-gamma * wide.exp() * squared_distance)
+        return mix_logits(logits.float(), proposal, trust.sigmoid() * mean).to(logits.dtype)
+
+    def found(self) -> tuple[LayerKernel, ...]:
+        """As they are now."""
+        numbers = torch.stack(
+            [self.raw[:, 0].exp(), self.raw[:, 1].exp(), self.raw[:, 2].sigmoid()], dim=1
+        )
+        return tuple(
+            LayerKernel(
+                layer=layer,
+                gamma_scale=float(f"{weight:.{_DIGITS}g}"),
+                confidence_scale=float(f"{wide:.{_DIGITS}g}"),
+                trust=float(f"{trust:.{_DIGITS}g}"),
+            )
+            for layer, (weight, wide, trust) in zip(self.gammas, numbers.tolist(), strict=True)
+        )

@@ -1,0 +1,138 @@
+"""The parts of a reference set that a memory is calibrated on: one to fit, one to judge.
+
+Split by example, identical ones together. A token may recall any example but its own, as a new
+text's would; whatever else is split, that keeps an example from judging itself.
+
+Knows token ids and windows; nothing of models.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from knn_moe.batches import ReferenceTokens, make_batch, plan_batches
+from knn_moe.errors import CalibrationError
+from knn_moe.memory import RoutingMemory
+from knn_moe.optimise import TokenBatch
+from knn_moe.provenance import Provenance
+
+LEAST_EXAMPLES: Final = 16
+_LEAST_JUDGED: Final = 6  # that all of them gain by chance is 1 in 64
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One batch to read. Shapes: owner [B·T] int64, what each token's example is, padding's 0;
+    example [B] int64, of each line."""
+
+    batch: TokenBatch
+    owner: Tensor
+    example: Tensor
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Some windows of a reference set, and what each window's example is [W]."""
+
+    reference: ReferenceTokens
+    windows: list[int]
+    owner: Tensor
+
+    def readings(self, batch_tokens: int) -> Iterator[Reading]:
+        for places in plan_batches(self.reference.lengths[self.windows], batch_tokens):
+            numbers = [self.windows[place] for place in places]
+            batch, _ = make_batch(self.reference, numbers)
+            example = self.owner[numbers]
+            owner = (example[:, None] * batch.real).flatten()
+            yield Reading(batch, owner, example)
+
+
+def split(
+    reference: ReferenceTokens, share: float, most_tokens: int, seed: int
+) -> tuple[Slice, Slice]:
+    """A slice to fit and one to judge by, the latter of `share` of the examples: windows with a
+    token that is scored, one of each example before the second of any, `most_tokens` of them."""
+    owner = owners(reference.provenance)
+    examples = owner.unique()
+    if len(examples) < LEAST_EXAMPLES:
+        raise CalibrationError(
+            f"A memory of {len(examples)} different examples cannot be calibrated: it takes "
+            f"{LEAST_EXAMPLES}, some to fit and others to judge by. Add examples, or use a preset."
+        )
+    chance = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(examples), generator=chance)
+    count = max(_LEAST_JUDGED, round(share * len(examples)))
+    held = examples[order[: min(count, len(examples) - 1)]]
+    judged = torch.isin(owner, held)
+    return (
+        _draw(reference, owner, ~judged, most_tokens, chance),
+        _draw(reference, owner, judged, most_tokens, chance),
+    )
+
+
+def _draw(
+    reference: ReferenceTokens,
+    owner: Tensor,
+    wanted: Tensor,
+    most_tokens: int,
+    chance: torch.Generator,
+) -> Slice:
+    lengths = reference.lengths.tolist()
+    scored = torch.tensor([bool(part.any()) for part in reference.scored.split(lengths)])
+    windows = (wanted & scored).nonzero().flatten()
+    windows = windows[torch.randperm(len(windows), generator=chance)]
+    if len(owner[windows].unique()) < _LEAST_JUDGED:
+        raise CalibrationError(
+            f"Only {len(owner[windows].unique())} of the examples to calibrate on have a token to "
+            f"predict: it takes {_LEAST_JUDGED}, to fit and to judge by. Use longer ones, or a "
+            f"preset."
+        )
+    windows = windows[_turns(owner[windows]).argsort(stable=True)]
+    before = reference.lengths[windows].cumsum(0) - reference.lengths[windows]
+    kept = (before < most_tokens) | (torch.arange(len(windows)) < _LEAST_JUDGED)
+    return Slice(reference, windows[kept].tolist(), owner)
+
+
+def _turns(owner: Tensor) -> Tensor:
+    """How often each window's example has come before. Shapes: [n] → [n] int64."""
+    seen: Counter[int] = Counter()
+    turns = []
+    for each in owner.tolist():
+        turns.append(seen[each])
+        seen[each] += 1
+    return torch.tensor(turns, dtype=torch.int64)
+
+
+def owners(provenance: Provenance) -> Tensor:
+    """The example of each window, by what it says: the same for identical examples, of whatever
+    reference set. Shape [W] int64, not 0."""
+    parts = provenance.stream.split(provenance.begin.diff().tolist())
+    digests: dict[int, hashlib.blake2b] = {}
+    for number, tokens in zip(provenance.example_of_window.tolist(), parts, strict=True):
+        digest = digests.setdefault(number, hashlib.blake2b(digest_size=8))
+        digest.update(tokens.numpy().tobytes())
+    names = {
+        number: int.from_bytes(digest.digest(), "big", signed=True) or 1
+        for number, digest in digests.items()
+    }
+    named = [names[number] for number in provenance.example_of_window.tolist()]
+    return torch.tensor(named, dtype=torch.int64)
+
+
+def own_reference(memory: RoutingMemory) -> ReferenceTokens:
+    """The tokens a memory was built from, as it read them."""
+    provenance = memory.provenance
+    kept = torch.zeros(len(provenance.stream), dtype=torch.bool)
+    kept[provenance.key] = True
+    scored = kept.clone()
+    if memory.build.tokens == "all":
+        scored[:] = True
+        scored[provenance.begin[1:] - 1] = False
+    return ReferenceTokens(provenance, scored, kept)

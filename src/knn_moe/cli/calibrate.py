@@ -1,0 +1,105 @@
+"""`knn-moe calibrate`: how a memory is best used, found on its own reference set."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from knn_moe.cli.common import (
+    device_option,
+    dtype_option,
+    json_option,
+    load_model,
+    log,
+    print_json,
+    print_table,
+    progress_bar,
+)
+from knn_moe.cli.inspect import KERNEL_COLUMNS, kernel_cells
+
+if TYPE_CHECKING:
+    from knn_moe.calibration import Calibration
+
+
+@click.command(name="calibrate")
+@click.argument("model")
+@click.argument("memory", type=click.Path(path_type=Path))
+@click.argument("reference", type=click.Path(path_type=Path), required=False)
+@click.option("-k", "--neighbours", type=int, multiple=True, help="K to choose among; repeatable.")
+@click.option("--dry-run", is_flag=True, help="Only say what would be chosen.")
+@device_option
+@dtype_option
+@json_option
+def command(
+    model: str,
+    memory: Path,
+    reference: Path | None,
+    neighbours: tuple[int, ...],
+    dry_run: bool,
+    device: str | None,
+    dtype: str,
+    as_json: bool,
+) -> None:
+    """Find out how MEMORY is best used on MODEL, and write that into it.
+
+    \b
+    knn-moe calibrate ./my-model memory
+    knn-moe calibrate ./my-model memory more.jsonl
+    knn-moe calibrate ./my-model memory --dry-run --json
+
+    Reads the reference set MEMORY was built from, or REFERENCE, a file like it: some examples to
+    fit each layer's kernels on, others to judge the result by. An example recalls others only,
+    never itself. A memory that does not help there, beyond chance, is told to keep silent.
+    """
+    from knn_moe.calibration import CalibrationConfig, calibrate
+    from knn_moe.errors import MemoryFormatError
+    from knn_moe.memory import RoutingMemory
+    from knn_moe.reference import iter_examples
+    from knn_moe.writer import reseal
+
+    config = CalibrationConfig(neighbours=neighbours) if neighbours else CalibrationConfig()
+    examples = None if reference is None else list(iter_examples(reference))
+    if not dry_run and not memory.is_dir():
+        raise MemoryFormatError(
+            f"There is no folder {str(memory)!r} to write a calibration into: calibrate a memory "
+            f"on disk, or only look, with --dry-run."
+        )
+    opened = RoutingMemory.from_pretrained(memory)
+    network, tokenizer = load_model(model, device, dtype)
+    with progress_bar("Calibrating") as update:
+        found = calibrate(
+            network,
+            opened,
+            examples,
+            config,
+            tokenizer=tokenizer,
+            on_progress=lambda what, done, total: update(done, total, what),
+        )
+    if not dry_run:
+        reseal(memory, replace(opened.header, routing=found.routing, calibration=found.report()))
+    if as_json:
+        print_json({"routing": found.routing.to_dict(), **found.report()})
+    else:
+        _show(found)
+        log.print("Nothing was written." if dry_run else f"Written into {memory}.")
+
+
+def _show(found: Calibration) -> None:
+    """What was chosen for each layer, and what it is worth."""
+    mean = found.judgement.mean_confidence if found.helps else {}
+    rows = [
+        (kernel.layer, *kernel_cells(kernel), f"{mean.get(kernel.layer, 0.0):.2f}")
+        for kernel in found.routing.kernels
+    ]
+    print_table(f"K = {found.routing.k}", ("layer", *KERNEL_COLUMNS, "mean λ"), rows)
+    judged, change = found.judgement, found.judgement.change
+    log.print(
+        f"On {judged.examples} other examples ({judged.tokens:,} tokens): {judged.alone:.4f} → "
+        f"{judged.loss:.4f} nats a token, {change.difference:+.4f} "
+        f"({change.low:+.4f} to {change.high:+.4f})."
+    )
+    if not found.helps:
+        log.print("No better than the model alone, beyond chance: the memory will keep silent.")

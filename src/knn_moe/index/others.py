@@ -1,0 +1,87 @@
+"""Nearest keys among those a query may see: neighbours within a memory, its own example left out.
+
+Exact, block by block on any device: the keys may be a mapped file, of which no more than a block is
+brought there, and no score matrix is held whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from knn_moe.index.exact import blocks, product, squared_distance
+
+_QUERIES: Final = 4096  # compared at a time
+_SPARE: Final = 4  # candidates kept beyond those asked for
+
+
+def nearest_others(
+    queries: Tensor,
+    keys: Tensor,
+    labels: Sequence[tuple[Tensor, Tensor]],
+    count: int,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """Squared distances and rows of the `count` nearest keys that share no label with a query,
+    nearest first; inf where there are fewer.
+
+    Shapes: queries [T, d]; keys [M, d]; labels pairs of [T] and [M] int64 → [T, count] fp32 on
+    `device`, [T, count] int64 where the keys are.
+    """
+    count = min(count, len(keys))
+    found = [
+        _nearest(queries[part], keys, [(asks[part], has) for asks, has in labels], count, device)
+        for part in torch.arange(len(queries)).split(_QUERIES)
+    ]
+    return torch.cat([part for part, _ in found]), torch.cat([part for _, part in found])
+
+
+def _nearest(
+    queries: Tensor,
+    keys: Tensor,
+    labels: Sequence[tuple[Tensor, Tensor]],
+    count: int,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    queries, found = queries.to(device), min(count + _SPARE, len(keys))
+    centre = queries.float().mean(dim=0)
+    best = torch.full((len(queries), found), float("inf"), device=device)
+    chosen = torch.zeros(len(queries), found, dtype=torch.int64, device=device)
+    staged = _Stage(device)
+    for start, stop in blocks(len(keys), device, least=found):
+        block = staged(keys[start:stop])
+        score = squared_distance(block, centre) - 2 * product(queries.float() - centre, block)
+        for asks, has in labels:
+            same = asks[:, None].to(device) == has[start:stop].to(device)
+            score.masked_fill_(same, float("inf"))
+        near, place = torch.topk(score, min(found, stop - start), dim=-1, largest=False)
+        # In place: small tensors kept between blocks would pin the memory the blocks free.
+        kept, order = torch.topk(torch.cat([best, near], dim=-1), found, dim=-1, largest=False)
+        chosen.copy_(torch.cat([chosen, place + start], dim=-1).gather(1, order))
+        best.copy_(kept)
+    rows = chosen.to(keys.device)
+    distance = squared_distance(queries[:, None], keys[rows].to(device))
+    distance = distance.masked_fill(~best.isfinite(), float("inf"))
+    # Scores round: true distances decide, among a few more than are asked for.
+    nearest, order = torch.topk(distance, min(count, distance.shape[1]), dim=-1, largest=False)
+    return nearest, rows.gather(1, order.to(rows.device))
+
+
+class _Stage:
+    """Brings blocks of a mapped file to a device; through pinned memory, which GPUs read fast."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.buffer: Tensor | None = None
+
+    def __call__(self, block: Tensor) -> Tensor:
+        if self.device.type != "cuda" or block.is_cuda:
+            return block.to(self.device)
+        if self.buffer is None:
+            self.buffer = torch.empty(block.shape, dtype=block.dtype, pin_memory=True)
+        pinned = self.buffer[: len(block)]
+        pinned.copy_(block)
+        return pinned.to(self.device)

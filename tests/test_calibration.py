@@ -1,0 +1,338 @@
+"""A memory that calibrates itself: it is no judge of itself, and is silent where it is no use."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from conftest import BUILD, VOCABULARY, encode, family, make_texts
+from knn_moe import (
+    IndexConfig,
+    RoutingConfig,
+    RoutingMemory,
+    attach,
+    build_memory,
+    calibrate,
+    compress,
+    compression,
+    find_routers,
+)
+from knn_moe.calibration import Calibration, CalibrationConfig
+from knn_moe.calibration.fit import Cases, find_neighbours, fit_kernels
+from knn_moe.calibration.judge import judge
+from knn_moe.calibration.slices import own_reference, owners, split
+from knn_moe.cli.main import main
+from knn_moe.compressed import CompressedLayer
+from knn_moe.config import LayerKernel
+from knn_moe.errors import CalibrationError, ConfigError, MemoryFormatError
+from knn_moe.gate import own_logits
+from knn_moe.optimise import summed_loss
+from knn_moe.recall import Kernel
+
+QUICK = CalibrationConfig(steps=48, step_tokens=64, neighbours=(1, 4))
+
+
+def sayings(count: int, seed: int = 0) -> list[str]:
+    """Texts of a few phrases in any order: what one says helps to read another."""
+    draw = random.Random(seed)
+    phrases = [[str(draw.randrange(3, VOCABULARY)) for _ in range(6)] for _ in range(5)]
+    draw = random.Random(seed + 1)
+    return [" ".join(word for _ in range(3) for word in draw.choice(phrases)) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return family("olmoe")
+
+
+@pytest.fixture(scope="module")
+def memory(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> RoutingMemory:
+    config = replace(BUILD, steps=5, learning_rate=20.0)
+    return build_memory(model, tokenizer, sayings(24), config)
+
+
+@pytest.fixture(scope="module")
+def found(model: PreTrainedModel, memory: RoutingMemory) -> Calibration:
+    return calibrate(model, memory, config=QUICK)
+
+
+def loss(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> float:
+    total, tokens = 0.0, 0
+    for text in texts:
+        ids = encode(tokenizer, text)
+        with torch.no_grad():
+            logits = model(ids, use_cache=False).logits[0, :-1]
+        total += float(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum"))
+        tokens += ids.shape[1] - 1
+    return total / tokens
+
+
+def test_what_is_found_helps_on_text_that_nobody_has_seen(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    memory: RoutingMemory,
+    found: Calibration,
+) -> None:
+    fresh = sayings(60)[24:]
+    alone = loss(model, tokenizer, fresh)
+    with attach(model, memory):
+        usual = loss(model, tokenizer, fresh)
+    with attach(model, memory, found.routing):
+        calibrated = loss(model, tokenizer, fresh)
+    assert found.helps
+    assert calibrated < usual < alone
+    assert found.judgement.change.low < calibrated - alone < found.judgement.change.high
+
+
+def test_it_can_be_had_again(
+    model: PreTrainedModel, memory: RoutingMemory, found: Calibration
+) -> None:
+    again = calibrate(model, memory, config=QUICK)
+    assert again.routing == found.routing
+    assert again.judgement == found.judgement
+
+
+def test_the_reference_set_given_is_the_memory_s_own(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    memory: RoutingMemory,
+    found: Calibration,
+) -> None:
+    given = calibrate(model, memory, sayings(24), QUICK, tokenizer=tokenizer)
+    assert given.routing == found.routing
+    with pytest.raises(ConfigError, match="tokenizer="):
+        calibrate(model, memory, sayings(24), QUICK)
+
+
+def test_a_memory_that_misleads_keeps_silent(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, memory: RoutingMemory
+) -> None:
+    """Values as far on the wrong side of the router's own as they were on the right one."""
+    layers = {}
+    for router in find_routers(model):
+        layer = memory.full_layers()[router.layer]
+        own = own_logits(router, layer.keys).detach()
+        layers[router.layer] = replace(layer, values=2 * own - layer.values)
+    silent = calibrate(model, replace(memory, layers=layers, folder=None), config=QUICK)
+    assert not silent.helps
+    ids = encode(tokenizer, sayings(30)[-1])
+    with torch.no_grad():
+        expected = model(ids).logits
+        with attach(model, memory, silent.routing) as routing:
+            assert torch.equal(model(ids).logits, expected)
+    assert routing.stats() == {}
+
+
+def test_an_example_never_recalls_itself(model: PreTrainedModel, memory: RoutingMemory) -> None:
+    reference = own_reference(memory)
+    fitting, _ = split(reference, 0.3, 10_000, seed=0)
+    owner = owners(memory.provenance)[memory.provenance.window]
+    cases = [
+        Cases.of(router, memory.full_layers()[router.layer], owner)
+        for router in find_routers(model)
+    ]
+    readings = list(fitting.readings(64))
+    for layer in find_neighbours(model, cases, readings, 4):
+        for reading, rows in zip(readings, layer, strict=True):
+            real = reading.owner != 0
+            assert (owner[rows[real]] != reading.owner[real, None]).all()
+
+
+def test_twins_are_one_example(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
+    texts = sayings(24)
+    twice = build_memory(model, tokenizer, [*texts, *texts], BUILD)
+    assert len(owners(twice.provenance).unique()) == len(set(texts))
+    fitting, judging = split(own_reference(twice), 0.3, 10_000, seed=0)
+    apart = [set(part.owner[part.windows].tolist()) for part in (fitting, judging)]
+    assert not apart[0] & apart[1]
+    assert len(fitting.windows) + len(judging.windows) == 2 * len(texts)
+
+
+def test_too_few_examples_are_refused(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    few = build_memory(model, tokenizer, sayings(5), BUILD)
+    with pytest.raises(CalibrationError, match="5 different examples"):
+        calibrate(model, few)
+
+
+def test_what_cannot_be_calibrated(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, memory: RoutingMemory
+) -> None:
+    with attach(model, memory), pytest.raises(CalibrationError, match="memory attached"):
+        calibrate(model, memory, config=QUICK)
+    one = build_memory(model, tokenizer, sayings(1), BUILD)
+    with pytest.raises(CalibrationError, match="no others to recall"):
+        calibrate(model, one, sayings(24), QUICK, tokenizer=tokenizer)
+    words = build_memory(model, tokenizer, [str(number) for number in range(3, 40)], BUILD)
+    with pytest.raises(CalibrationError, match="Only 0 of the examples"):
+        calibrate(model, words, config=QUICK)
+    small = replace(memory, layers={0: compress_layer(memory)})
+    with pytest.raises(MemoryFormatError, match="no keys to work on"):
+        calibrate(model, small, config=QUICK)
+
+
+def compress_layer(memory: RoutingMemory) -> CompressedLayer:
+    layer, routing = memory.full_layers()[0], RoutingConfig(index="fast")  # type: ignore[arg-type]
+    return compression.compress_layer(
+        layer, layer.gamma, Kernel.single(layer.gamma), routing, torch.device("cpu")
+    )
+
+
+def test_it_works_where_nothing_else_learns(
+    model: PreTrainedModel, memory: RoutingMemory, found: Calibration
+) -> None:
+    with torch.inference_mode():
+        assert calibrate(model, memory, config=QUICK).routing == found.routing
+
+
+def test_only_the_layers_that_the_memory_is_used_on(
+    model: PreTrainedModel, memory: RoutingMemory
+) -> None:
+    header = replace(memory.header, routing=RoutingConfig(layers=(1,)))
+    partly = calibrate(model, replace(memory, header=header), config=QUICK)
+    assert [kernel.layer for kernel in partly.routing.kernels] == [1]
+    assert partly.routing.layers == (1,)
+
+
+def test_judging_is_what_attaching_does(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """For examples that are not in the memory, where there is nothing to leave out."""
+    memory = build_memory(model, tokenizer, make_texts(20), BUILD)
+    kernels = tuple(
+        LayerKernel(layer=layer, gamma_scale=0.5, confidence_scale=0.2, trust=0.8)
+        for layer in memory.layers
+    )
+    routing = RoutingConfig(k=3, kernels=kernels)
+    others = build_memory(model, tokenizer, make_texts(16, seed=1), BUILD)
+    _, judging = split(own_reference(others), 0.5, 10_000, seed=0)
+    readings = list(judging.readings(64))
+    owner = owners(memory.provenance)[memory.provenance.window]
+    cases = [
+        Cases.of(router, memory.full_layers()[router.layer], owner)
+        for router in find_routers(model)
+    ]
+    judged = judge(model, cases, readings, routing)
+    with torch.no_grad(), attach(model, memory, routing) as attached:
+        total = sum(float(summed_loss(model, reading.batch)) for reading in readings)
+    assert judged.loss == pytest.approx(total / judged.tokens, rel=1e-5)
+    for layer, stats in attached.stats().items():
+        assert judged.mean_confidence[layer] == pytest.approx(stats.mean_confidence, rel=1e-4)
+
+
+def test_more_steps_fit_better(model: PreTrainedModel, memory: RoutingMemory) -> None:
+    fitting, _ = split(own_reference(memory), 0.3, 10_000, seed=0)
+    owner = owners(memory.provenance)[memory.provenance.window]
+    cases = [
+        Cases.of(router, memory.full_layers()[router.layer], owner)
+        for router in find_routers(model)
+    ]
+    readings = list(fitting.readings(64))
+    neighbours = find_neighbours(model, cases, readings, 4)
+    losses = [fit_kernels(model, cases, readings, neighbours, 4, n)[1] for n in (8, 32, 96)]
+    assert losses == sorted(losses, reverse=True)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(router.scope._forward_pre_hooks for router in find_routers(model))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("neighbours", ()),
+        ("neighbours", (0,)),
+        ("held_out", 1.0),
+        ("most_tokens", 0),
+        ("steps", 0),
+        ("step_tokens", 0),
+    ],
+)
+def test_bad_settings(field: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=field):
+        CalibrationConfig(**{field: value})  # type: ignore[arg-type]
+
+
+def test_compressing_keeps_it_and_merging_forgets_what_it_was_worth(
+    model: PreTrainedModel, memory: RoutingMemory, found: Calibration, tmp_path: Path
+) -> None:
+    header = replace(memory.header, routing=found.routing, calibration=found.report())
+    calibrated = replace(memory, header=header)
+    small = compress(calibrated, "fast", tmp_path / "small")
+    assert small.routing == replace(found.routing, index=IndexConfig(kind="fast"))
+    assert small.header.calibration == found.report()
+    ids = torch.arange(3, 60)[None]
+    seen = []
+    for each in (calibrated, small):
+        with torch.no_grad(), attach(model, each) as routing:
+            model(ids)
+        seen.append([layer.mean_confidence for layer in routing.stats().values()])
+    assert seen[1] == pytest.approx(seen[0], abs=0.05)
+    merged = calibrated.merge(memory)
+    assert merged.routing == memory.build.routing()
+    assert merged.header.calibration is None
+
+
+# The command
+
+
+@pytest.fixture
+def folders(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    memory: RoutingMemory,
+    tmp_path: Path,
+) -> tuple[Path, Path]:
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    memory.save_pretrained(tmp_path / "memory")
+    return tmp_path / "model", tmp_path / "memory"
+
+
+def knn_moe(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def test_the_command_writes_what_it_finds(
+    folders: tuple[Path, Path], model: PreTrainedModel
+) -> None:
+    network, folder = folders
+    before = RoutingMemory.from_pretrained(folder)
+    tried = knn_moe("calibrate", network, folder, "-k", 4, "--dry-run", "--json")
+    assert tried.exit_code == 0, tried.output
+    assert RoutingMemory.from_pretrained(folder).header == before.header
+    done = knn_moe("calibrate", network, folder, "-k", 4)
+    assert done.exit_code == 0, done.output
+    assert "K = 4" in done.stdout
+    after = RoutingMemory.from_pretrained(folder)
+    said = json.loads(tried.stdout)
+    assert after.routing.to_dict() == said["routing"]
+    assert after.header.calibration["change"] == said["change"]
+    assert after.layers[0].keys.equal(before.layers[0].keys)
+    with attach(model, after) as routing:
+        assert routing.config == after.routing
+    shown = knn_moe("inspect", folder).stdout
+    assert f"{said['change']['difference']:+.4f} nats a token" in shown
+    assert "γ × to weigh" in shown
+
+
+def test_the_command_refuses(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    network, folder = folders
+    before = sorted(path.read_bytes() for path in folder.iterdir())
+    (tmp_path / "few.jsonl").write_text(json.dumps({"text": "4 5 6 7"}) + "\n")
+    for arguments, message in (
+        ((network, folder, tmp_path / "few.jsonl"), "1 different examples"),
+        ((network, folder, tmp_path / "none.jsonl"), "none.jsonl"),
+        ((network, tmp_path / "nothing"), "nothing"),
+        ((network, folder, "-k", 0), "neighbours must be"),
+    ):
+        result = knn_moe("calibrate", *arguments)
+        assert result.exit_code == 2
+        assert message in " ".join(result.stderr.split())
+    assert sorted(path.read_bytes() for path in folder.iterdir()) == before
