@@ -31,7 +31,12 @@ from knn_moe.calibration.slices import own_reference, owners, split
 from knn_moe.cli.main import main
 from knn_moe.compressed import CompressedLayer
 from knn_moe.config import LayerKernel
-from knn_moe.errors import CalibrationError, ConfigError, MemoryFormatError
+from knn_moe.errors import (
+    CalibrationError,
+    ConfigError,
+    MemoryFormatError,
+    MemoryMismatchError,
+)
 from knn_moe.gate import own_logits
 from knn_moe.optimise import summed_loss
 from knn_moe.recall import Kernel
@@ -200,6 +205,16 @@ def test_only_the_layers_that_the_memory_is_used_on(
     partly = calibrate(model, replace(memory, header=header), config=QUICK)
     assert [kernel.layer for kernel in partly.routing.kernels] == [1]
     assert partly.routing.layers == (1,)
+
+
+def test_another_model_s_memory_only_by_force(
+    model: PreTrainedModel, memory: RoutingMemory, found: Calibration
+) -> None:
+    header = replace(memory.header, base_model=replace(memory.base_model, fingerprint="0" * 64))
+    foreign = replace(memory, header=header)
+    with pytest.raises(MemoryMismatchError, match="force"):
+        calibrate(model, foreign, config=QUICK)
+    assert calibrate(model, foreign, config=QUICK, force=True).routing == found.routing
 
 
 def test_judging_is_what_attaching_does(

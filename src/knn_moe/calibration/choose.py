@@ -87,6 +87,7 @@ def calibrate(
     config: CalibrationConfig | None = None,
     *,
     tokenizer: Any = None,
+    force: bool = False,
     on_progress: OnProgress = lambda what, done, total: None,
 ) -> Calibration:
     """How `memory` is best used on `model`, and what it is worth; neither is changed.
@@ -94,12 +95,14 @@ def calibrate(
     `examples` are the reference set the memory was built from, or others of its kind, read with
     `tokenizer`; left out, the memory's own tokens are read. Never give test data: what is
     reported would be what was fitted. Of the memory's routing, layers and index are kept; the
-    similarity becomes RBF, and a gate is left out. Fitted and judged by exact search.
+    similarity becomes RBF, and a gate is left out. Fitted and judged by exact search. `force`: as
+    in `attach`, for a memory of another model of the same shape.
     """
     started = time.monotonic()
     config = config or CalibrationConfig()
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper would trace our hooks
-    check_belongs(model, memory)
+    if not force:
+        check_belongs(model, memory)
     reference = _reference(model, memory, examples, tokenizer)
     fitting, judging = split(reference, config.held_out, config.most_tokens, config.seed)
     counts = _counts(memory, config)

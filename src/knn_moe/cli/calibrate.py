@@ -19,6 +19,7 @@ from knn_moe.cli.common import (
     progress_bar,
 )
 from knn_moe.cli.inspect import KERNEL_COLUMNS, kernel_cells
+from knn_moe.errors import MemoryFormatError
 
 if TYPE_CHECKING:
     from knn_moe.calibration import Calibration
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 @click.argument("reference", type=click.Path(path_type=Path), required=False)
 @click.option("-k", "--neighbours", type=int, multiple=True, help="K to choose among; repeatable.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be chosen.")
+@click.option("--force", is_flag=True, help="Calibrate a memory that was built for another model.")
 @device_option
 @dtype_option
 @json_option
@@ -39,6 +41,7 @@ def command(
     reference: Path | None,
     neighbours: tuple[int, ...],
     dry_run: bool,
+    force: bool,
     device: str | None,
     dtype: str,
     as_json: bool,
@@ -55,18 +58,14 @@ def command(
     never itself. A memory that does not help there, beyond chance, is told to keep silent.
     """
     from knn_moe.calibration import CalibrationConfig, calibrate
-    from knn_moe.errors import MemoryFormatError
     from knn_moe.memory import RoutingMemory
     from knn_moe.reference import iter_examples
     from knn_moe.writer import reseal
 
     config = CalibrationConfig(neighbours=neighbours) if neighbours else CalibrationConfig()
     examples = None if reference is None else list(iter_examples(reference))
-    if not dry_run and not memory.is_dir():
-        raise MemoryFormatError(
-            f"There is no folder {str(memory)!r} to write a calibration into: calibrate a memory "
-            f"on disk, or only look, with --dry-run."
-        )
+    if not dry_run:
+        _require_folder(memory)
     opened = RoutingMemory.from_pretrained(memory)
     network, tokenizer = load_model(model, device, dtype)
     with progress_bar("Calibrating") as update:
@@ -76,6 +75,7 @@ def command(
             examples,
             config,
             tokenizer=tokenizer,
+            force=force,
             on_progress=lambda what, done, total: update(done, total, what),
         )
     if not dry_run:
@@ -85,6 +85,15 @@ def command(
     else:
         _show(found)
         log.print("Nothing was written." if dry_run else f"Written into {memory}.")
+
+
+def _require_folder(memory: Path) -> None:
+    """Told before the work: its result would have nowhere to go."""
+    if not memory.is_dir():
+        raise MemoryFormatError(
+            f"There is no folder {str(memory)!r} to write a calibration into: calibrate a memory "
+            f"on disk, or only look, with --dry-run."
+        )
 
 
 def _show(found: Calibration) -> None:
