@@ -29,9 +29,12 @@ BUILDS = (  # steps, learning rate, gradient
     (10, 2.0, "dense"),
     (10, 5.0, "dense"),
 )
-ROUTINGS = (  # neighbours, scale of γ
-    *((1, 1.0), (1, 0.1), (8, 0.3), (8, 0.1)),
-    *((16, 1.0), (16, 0.3), (16, 0.1), (16, 0.03), (32, 0.1), (32, 0.03)),
+ROUTINGS = (  # neighbours, scale of γ where they are weighed, and where λ is taken from them
+    *((1, 1.0, 1.0), (1, 0.1, 0.1), (8, 0.3, 0.3), (8, 0.1, 0.1)),
+    *((16, 1.0, 1.0), (16, 0.3, 0.3), (16, 0.1, 0.1), (16, 0.03, 0.03)),
+    *((32, 0.1, 0.1), (32, 0.03, 0.03)),
+    *((16, 1.0, 0.5), (16, 1.0, 0.3), (16, 1.0, 0.2), (16, 1.0, 0.1)),
+    *((16, 1.5, 0.3), (16, 1.5, 0.2), (16, 3.0, 0.2)),
 )
 
 
@@ -71,12 +74,13 @@ def grid(
         settings = {"steps": steps, "learning_rate": rate, "gradient": gradient}
         config = BuildConfig(**settings, max_length=LENGTH, batch_tokens=bench.batch_tokens)  # type: ignore[arg-type]
         memory = build_memory(bench.model, bench.tokenizer, reference, config)
-        for k, scale in ROUTINGS:
-            routing = RoutingConfig(k=k, gamma_scale=scale)
+        for k, scale, trusting in ROUTINGS:
+            routing = RoutingConfig(k=k, gamma_scale=scale, confidence_scale=trusting)
             with attach(bench.model, memory, routing):
                 losses = token_losses(bench.model, test, max(bench.batch_tokens // LENGTH, 1))
             change = round(float(losses.nll.mean()) - alone, 4)
-            yield {**settings, "k": k, "gamma_scale": scale, "nll_change": change}
+            kernels = {"gamma_scale": scale, "confidence_scale": trusting}
+            yield {**settings, "k": k, **kernels, "nll_change": change}
 
 
 if __name__ == "__main__":

@@ -46,7 +46,9 @@ def test_the_strong_preset(model: PreTrainedModel, tokenizer: object) -> None:
     config = BuildConfig(preset="strong")
     assert (config.steps, config.learning_rate, config.gradient) == (5, 2.0, "dense")
     memory = build_memory(model, tokenizer, TEXTS, config)
-    assert memory.routing == RoutingConfig(k=16, similarity="rbf", gamma_scale=0.3)
+    assert memory.routing == RoutingConfig(
+        k=16, similarity="rbf", gamma_scale=1.5, confidence_scale=0.2
+    )
     with attach(model, memory) as routing:
         assert routing.config == memory.routing
 

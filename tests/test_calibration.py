@@ -25,9 +25,18 @@ from knn_moe import (
     find_routers,
 )
 from knn_moe.calibration import Calibration, CalibrationConfig
-from knn_moe.calibration.fit import Cases, find_neighbours, fit_kernels
-from knn_moe.calibration.judge import judge
+from knn_moe.calibration.fit import (
+    Cases,
+    Studied,
+    find_neighbours,
+    fit_kernels,
+    mixing,
+    recalled_loss,
+)
+from knn_moe.calibration.judge import Baseline, judge
+from knn_moe.calibration.kernels import Kernels
 from knn_moe.calibration.slices import own_reference, owners, split
+from knn_moe.calibration.values import learn_values
 from knn_moe.cli.main import main
 from knn_moe.compressed import CompressedLayer
 from knn_moe.config import LayerKernel
@@ -41,7 +50,7 @@ from knn_moe.gate import own_logits
 from knn_moe.optimise import summed_loss
 from knn_moe.recall import Kernel
 
-QUICK = CalibrationConfig(steps=48, step_tokens=64, neighbours=(1, 4))
+QUICK = CalibrationConfig(steps=48, step_tokens=64, neighbours=(1, 4), value_rates=(20.0,))
 
 
 def sayings(count: int, seed: int = 0) -> list[str]:
@@ -60,7 +69,7 @@ def model() -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def memory(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> RoutingMemory:
     config = replace(BUILD, steps=5, learning_rate=20.0)
-    return build_memory(model, tokenizer, sayings(24), config)
+    return build_memory(model, tokenizer, sayings(40), config)
 
 
 @pytest.fixture(scope="module")
@@ -85,14 +94,17 @@ def test_what_is_found_helps_on_text_that_nobody_has_seen(
     memory: RoutingMemory,
     found: Calibration,
 ) -> None:
-    fresh = sayings(60)[24:]
+    fresh = sayings(76)[40:]
     alone = loss(model, tokenizer, fresh)
     with attach(model, memory):
         usual = loss(model, tokenizer, fresh)
     with attach(model, memory, found.routing):
+        routed = loss(model, tokenizer, fresh)
+    with attach(model, found.apply(memory)):
         calibrated = loss(model, tokenizer, fresh)
     assert found.helps
-    assert calibrated < usual < alone
+    assert found.chosen == "values, η = 20"
+    assert calibrated < routed < usual < alone
     assert found.judgement.change.low < calibrated - alone < found.judgement.change.high
 
 
@@ -102,6 +114,7 @@ def test_it_can_be_had_again(
     again = calibrate(model, memory, config=QUICK)
     assert again.routing == found.routing
     assert again.judgement == found.judgement
+    assert all(again.values[layer].equal(values) for layer, values in found.values.items())
 
 
 def test_the_reference_set_given_is_the_memory_s_own(
@@ -110,10 +123,10 @@ def test_the_reference_set_given_is_the_memory_s_own(
     memory: RoutingMemory,
     found: Calibration,
 ) -> None:
-    given = calibrate(model, memory, sayings(24), QUICK, tokenizer=tokenizer)
+    given = calibrate(model, memory, sayings(40), QUICK, tokenizer=tokenizer)
     assert given.routing == found.routing
     with pytest.raises(ConfigError, match="tokenizer="):
-        calibrate(model, memory, sayings(24), QUICK)
+        calibrate(model, memory, sayings(40), QUICK)
 
 
 def test_a_memory_that_misleads_keeps_silent(
@@ -127,7 +140,7 @@ def test_a_memory_that_misleads_keeps_silent(
         layers[router.layer] = replace(layer, values=2 * own - layer.values)
     silent = calibrate(model, replace(memory, layers=layers, folder=None), config=QUICK)
     assert not silent.helps
-    ids = encode(tokenizer, sayings(30)[-1])
+    ids = encode(tokenizer, sayings(50)[-1])
     with torch.no_grad():
         expected = model(ids).logits
         with attach(model, memory, silent.routing) as routing:
@@ -135,29 +148,39 @@ def test_a_memory_that_misleads_keeps_silent(
     assert routing.stats() == {}
 
 
-def test_an_example_never_recalls_itself(model: PreTrainedModel, memory: RoutingMemory) -> None:
-    reference = own_reference(memory)
-    fitting, _ = split(reference, 0.3, 10_000, seed=0)
+def cases_of(model: PreTrainedModel, memory: RoutingMemory) -> list[Cases]:
     owner = owners(memory.provenance)[memory.provenance.window]
-    cases = [
-        Cases.of(router, memory.full_layers()[router.layer], owner)
-        for router in find_routers(model)
-    ]
-    readings = list(fitting.readings(64))
-    for layer in find_neighbours(model, cases, readings, 4):
-        for reading, rows in zip(readings, layer, strict=True):
+    layers = memory.full_layers()
+    return [Cases.of(router, layers[router.layer], owner) for router in find_routers(model)]
+
+
+def study(model: PreTrainedModel, memory: RoutingMemory, cases: list[Cases]) -> Studied:
+    readings = list(split(own_reference(memory), QUICK).fitting.readings(64))
+    return find_neighbours(model, cases, readings, 4)
+
+
+def test_an_example_never_recalls_itself(model: PreTrainedModel, memory: RoutingMemory) -> None:
+    owner = owners(memory.provenance)[memory.provenance.window]
+    studied = study(model, memory, cases_of(model, memory))
+    for layer in studied.neighbours:
+        for reading, rows in zip(studied.readings, layer.rows, strict=True):
             real = reading.owner != 0
             assert (owner[rows[real]] != reading.owner[real, None]).all()
 
 
 def test_twins_are_one_example(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
-    texts = sayings(24)
+    texts = sayings(40)
     twice = build_memory(model, tokenizer, [*texts, *texts], BUILD)
     assert len(owners(twice.provenance).unique()) == len(set(texts))
-    fitting, judging = split(own_reference(twice), 0.3, 10_000, seed=0)
-    apart = [set(part.owner[part.windows].tolist()) for part in (fitting, judging)]
-    assert not apart[0] & apart[1]
-    assert len(fitting.windows) + len(judging.windows) == 2 * len(texts)
+    parts = split(own_reference(twice), QUICK)
+    fitting, choosing, judging, everything = (
+        set(part.owner[part.windows].tolist()) for part in parts
+    )
+    assert not fitting & (choosing | judging)
+    assert not choosing & judging
+    assert everything == fitting | choosing | judging
+    assert len(parts.everything.windows) == 2 * len(texts)
+    assert sum(len(part.windows) for part in parts[:3]) == 2 * len(texts)
 
 
 def test_too_few_examples_are_refused(
@@ -175,7 +198,7 @@ def test_what_cannot_be_calibrated(
         calibrate(model, memory, config=QUICK)
     one = build_memory(model, tokenizer, sayings(1), BUILD)
     with pytest.raises(CalibrationError, match="no others to recall"):
-        calibrate(model, one, sayings(24), QUICK, tokenizer=tokenizer)
+        calibrate(model, one, sayings(40), QUICK, tokenizer=tokenizer)
     words = build_memory(model, tokenizer, [str(number) for number in range(3, 40)], BUILD)
     with pytest.raises(CalibrationError, match="Only 0 of the examples"):
         calibrate(model, words, config=QUICK)
@@ -227,15 +250,9 @@ def test_judging_is_what_attaching_does(
         for layer in memory.layers
     )
     routing = RoutingConfig(k=3, kernels=kernels)
-    others = build_memory(model, tokenizer, make_texts(16, seed=1), BUILD)
-    _, judging = split(own_reference(others), 0.5, 10_000, seed=0)
-    readings = list(judging.readings(64))
-    owner = owners(memory.provenance)[memory.provenance.window]
-    cases = [
-        Cases.of(router, memory.full_layers()[router.layer], owner)
-        for router in find_routers(model)
-    ]
-    judged = judge(model, cases, readings, routing)
+    others = build_memory(model, tokenizer, make_texts(24, seed=1), BUILD)
+    readings = list(split(own_reference(others), QUICK).judging.readings(64))
+    judged = judge(model, cases_of(model, memory), Baseline.of(model, readings), routing)
     with torch.no_grad(), attach(model, memory, routing) as attached:
         total = sum(float(summed_loss(model, reading.batch)) for reading in readings)
     assert judged.loss == pytest.approx(total / judged.tokens, rel=1e-5)
@@ -244,18 +261,52 @@ def test_judging_is_what_attaching_does(
 
 
 def test_more_steps_fit_better(model: PreTrainedModel, memory: RoutingMemory) -> None:
-    fitting, _ = split(own_reference(memory), 0.3, 10_000, seed=0)
-    owner = owners(memory.provenance)[memory.provenance.window]
-    cases = [
-        Cases.of(router, memory.full_layers()[router.layer], owner)
-        for router in find_routers(model)
+    cases = cases_of(model, memory)
+    studied = study(model, memory, cases)
+    losses = [
+        recalled(model, cases, studied, fit_kernels(model, cases, studied, 4, steps))
+        for steps in (8, 32, 96)
     ]
-    readings = list(fitting.readings(64))
-    neighbours = find_neighbours(model, cases, readings, 4)
-    losses = [fit_kernels(model, cases, readings, neighbours, 4, n)[1] for n in (8, 32, 96)]
     assert losses == sorted(losses, reverse=True)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not any(router.scope._forward_pre_hooks for router in find_routers(model))
+
+
+def recalled(
+    model: PreTrainedModel, cases: list[Cases], studied: Studied, found: tuple[LayerKernel, ...]
+) -> float:
+    """The loss of all readings, with these kernels and four cases each."""
+    kernels = Kernels({each.router.layer: each.gamma for each in cases}, torch.device("cpu"), found)
+    with torch.no_grad(), mixing(cases, kernels, 4) as mixes:
+        places = range(len(studied.readings))
+        return sum(float(recalled_loss(model, mixes, studied, place)[0]) for place in places)
+
+
+def test_values_learn_from_those_who_recall_them(
+    model: PreTrainedModel, memory: RoutingMemory
+) -> None:
+    """A small step is that of §4.1 for the others' loss, found here by differences."""
+    cases = cases_of(model, memory)
+    studied = study(model, memory, cases)
+    studied = Studied(studied.readings[:1], studied.neighbours)
+    kernels = tuple(LayerKernel(layer=each.router.layer, trust=0.9) for each in cases)
+    start, rate = RoutingConfig(k=4, kernels=kernels), 1e-3
+    _, learned = learn_values(model, cases, studied, start, 1, rate)
+    for place, (each, after) in enumerate(zip(cases, learned, strict=True)):
+        step = (each.values - after.values) / rate
+        unknown = torch.ones(len(step), dtype=torch.bool)
+        unknown[studied.neighbours[place].rows[0]] = False
+        assert not step[unknown].any()
+        row, expert = divmod(int(step.abs().argmax()), step.shape[1])
+        losses = []
+        for change in (0.1, -0.1):
+            values = each.values.clone()
+            values[row, expert] += change
+            moved = [*cases]
+            moved[place] = replace(each, values=values)
+            losses.append(recalled(model, moved, studied, kernels))
+        assert (losses[0] - losses[1]) / 0.2 == pytest.approx(step[row, expert].item(), rel=0.02)
+    assert cases[0].values.equal(memory.full_layers()[0].values)
 
 
 @pytest.mark.parametrize(
@@ -263,8 +314,11 @@ def test_more_steps_fit_better(model: PreTrainedModel, memory: RoutingMemory) ->
     [
         ("neighbours", ()),
         ("neighbours", (0,)),
-        ("held_out", 1.0),
-        ("most_tokens", 0),
+        ("held_out", 0.5),
+        ("value_rates", (0.0,)),
+        ("passes", 0),
+        ("fit_tokens", 0),
+        ("judge_tokens", 0),
         ("steps", 0),
         ("step_tokens", 0),
     ],
@@ -277,8 +331,7 @@ def test_bad_settings(field: str, value: object) -> None:
 def test_compressing_keeps_it_and_merging_forgets_what_it_was_worth(
     model: PreTrainedModel, memory: RoutingMemory, found: Calibration, tmp_path: Path
 ) -> None:
-    header = replace(memory.header, routing=found.routing, calibration=found.report())
-    calibrated = replace(memory, header=header)
+    calibrated = found.apply(memory)
     small = compress(calibrated, "fast", tmp_path / "small")
     assert small.routing == replace(found.routing, index=IndexConfig(kind="fast"))
     assert small.header.calibration == found.report()
@@ -319,10 +372,11 @@ def test_the_command_writes_what_it_finds(
 ) -> None:
     network, folder = folders
     before = RoutingMemory.from_pretrained(folder)
-    tried = knn_moe("calibrate", network, folder, "-k", 4, "--dry-run", "--json")
+    asked = ("calibrate", network, folder, "-k", 4, "--value-rate", 20)
+    tried = knn_moe(*asked, "--dry-run", "--json")
     assert tried.exit_code == 0, tried.output
     assert RoutingMemory.from_pretrained(folder).header == before.header
-    done = knn_moe("calibrate", network, folder, "-k", 4)
+    done = knn_moe(*asked)
     assert done.exit_code == 0, done.output
     assert "K = 4" in done.stdout
     after = RoutingMemory.from_pretrained(folder)
@@ -330,6 +384,7 @@ def test_the_command_writes_what_it_finds(
     assert after.routing.to_dict() == said["routing"]
     assert after.header.calibration["change"] == said["change"]
     assert after.layers[0].keys.equal(before.layers[0].keys)
+    assert not after.layers[0].values.equal(before.layers[0].values)
     with attach(model, after) as routing:
         assert routing.config == after.routing
     shown = knn_moe("inspect", folder).stdout

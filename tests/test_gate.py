@@ -166,9 +166,10 @@ def test_kernels_do_not_count_what_is_turned_away(
     pytest.importorskip("triton")
     monkeypatch.setattr(recall, "usable", lambda device, k: True)
     monkeypatch.setattr(launch, "_PROGRAMS", 2)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     config = RoutingConfig(k=2, index="fast", layers=(0,), gate="entropy", gate_share=1.0)
-    with attach(model, memory, config) as routing:
-        call = watched(routing, model, prompt[:, :4])[0]
+    with attach(model.to(device), memory, config) as routing:
+        call = watched(routing, model, prompt[:, :4].to(device))[0]
         stats = routing.stats()[0]
     assert call.recall.counts
     assert (stats.calls, stats.tokens, stats.mean_confidence, stats.changed) == (1, 4, 0, 0)

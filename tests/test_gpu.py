@@ -10,7 +10,11 @@ from conftest import family, make_texts
 from knn_moe import BuildConfig, RoutingConfig, attach, build_memory
 from knn_moe.experts import NAME, fast_experts
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    # What the compiler has to say of the GPU and of its own passes.
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
 TEXTS = make_texts(12)
 BUILD = BuildConfig(learning_rate=2.0, batch_tokens=64)
 

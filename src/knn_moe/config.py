@@ -28,7 +28,7 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
     # Chosen on trained models and text they had not seen: docs/method.md, "The strong preset".
     "strong": {
         "build": {"steps": 5, "learning_rate": 2.0, "gradient": "dense"},
-        "routing": {"k": 16, "similarity": "rbf", "gamma_scale": 0.3},
+        "routing": {"k": 16, "similarity": "rbf", "gamma_scale": 1.5, "confidence_scale": 0.2},
     },
 }
 

@@ -1,5 +1,7 @@
 """A memory that calibrates itself on its own reference set."""
 
-from knn_moe.calibration.choose import Calibration, CalibrationConfig, calibrate
+from knn_moe.calibration.choose import calibrate
+from knn_moe.calibration.result import Calibration
+from knn_moe.calibration.settings import CalibrationConfig
 
 __all__ = ["Calibration", "CalibrationConfig", "calibrate"]

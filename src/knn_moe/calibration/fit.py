@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +51,31 @@ class Cases:
         return nearest_others(inputs, self.keys, labels, count, inputs.device)
 
 
+@dataclass
+class Neighbours:
+    """One layer's nearest cases of other examples: rows [B·T, K] of each reading, and what the
+    nearest and the farthest of them are away, in units of 1/γ, of the tokens counted."""
+
+    rows: list[Tensor] = field(default_factory=list)
+    nearest: float = 0.0
+    farthest: float = 0.0
+    tokens: int = 0
+
+    def add(self, rows: Tensor, scaled_distance: Tensor) -> None:
+        """Shapes: rows [B·T, K]; scaled_distance [n, K], of the real tokens."""
+        self.rows.append(rows)
+        self.nearest += float(scaled_distance[:, 0].sum())
+        self.farthest += float(scaled_distance[:, -1].sum())
+        self.tokens += len(scaled_distance)
+
+
+class Studied(NamedTuple):
+    """Readings, and what each layer found near their tokens."""
+
+    readings: Sequence[Reading]
+    neighbours: Sequence[Neighbours]
+
+
 class _Search:
     """Looks up each token's neighbours while the model reads, and changes nothing."""
 
@@ -58,16 +83,18 @@ class _Search:
         self.cases = cases
         self.count = count
         self.owner = torch.empty(0)
-        self.rows: list[Tensor] = []
+        self.found = Neighbours()
 
     def __call__(self, inputs: Tensor, logits: Tensor) -> Tensor:
-        _, rows = self.cases.nearest(inputs, self.owner, self.count)
-        self.rows.append(rows)
+        distance, rows = self.cases.nearest(inputs, self.owner, self.count)
+        real = (self.owner != 0).to(distance.device)
+        self.found.add(rows, self.cases.gamma * distance[real])
         return logits
 
 
 class Mix:
-    """Mixes by kernels that are being fitted, with neighbours known beforehand."""
+    """Mixes by kernels that are being fitted, with neighbours known beforehand. Its `cases` may
+    have values with gradients."""
 
     def __init__(self, cases: Cases, kernels: Kernels, k: int) -> None:
         self.cases = cases
@@ -76,10 +103,10 @@ class Mix:
         self.rows = torch.empty(0)
 
     def __call__(self, inputs: Tensor, logits: Tensor) -> Tensor:
+        rows = self.rows[:, : self.k]
         with torch.no_grad():
-            rows = self.rows[:, : self.k]
             distance = squared_distance(inputs.detach()[:, None], self.cases.keys[rows])
-            values = self.cases.values[rows]
+        values = F.embedding(rows, self.cases.values)
         return self.kernels.mix(self.cases.router.layer, distance, values, logits)
 
 
@@ -94,8 +121,8 @@ def mixing(cases: Sequence[Cases], kernels: Kernels, k: int) -> Iterator[list[Mi
 @torch.no_grad()
 def find_neighbours(
     model: nn.Module, cases: Sequence[Cases], readings: Sequence[Reading], count: int
-) -> list[list[Tensor]]:
-    """Rows of each token's nearest cases of other examples: for each layer, for each reading."""
+) -> Studied:
+    """Each token's nearest cases of other examples, for each layer."""
     searches = [_Search(each, count) for each in cases]
     hooks = [RouterHook(search.cases.router, search) for search in searches]
     with frozen(model), installed(hooks):
@@ -104,46 +131,50 @@ def find_neighbours(
                 search.owner = reading.owner
             _logits(model, reading.batch)
     for search in searches:
-        if len(search.rows) != len(readings):
+        calls = len(search.found.rows)
+        if calls != len(readings):
             raise RouterNotCalledError(
-                f"Router {search.cases.router.name!r} was called {len(search.rows)} times in "
+                f"Router {search.cases.router.name!r} was called {calls} times in "
                 f"{len(readings)} runs of the model, so its memory cannot be calibrated. A fused "
                 f"block may go around it: load the model without it."
             )
-    return [search.rows for search in searches]
+    return Studied(readings, [search.found for search in searches])
 
 
 def fit_kernels(
     model: nn.Module,
     cases: Sequence[Cases],
-    readings: Sequence[Reading],
-    neighbours: list[list[Tensor]],
+    studied: Studied,
     k: int,
     steps: int,
     on_step: Callable[[], None] = lambda: None,
-) -> tuple[tuple[LayerKernel, ...], float]:
-    """The kernels that make the readings likeliest, and each one's loss when last read, a token."""
+) -> tuple[LayerKernel, ...]:
+    """The kernels that make the readings likeliest."""
     device = cases[0].router.device
-    last: dict[int, tuple[float, int]] = {}
-    with frozen(model), torch.inference_mode(False), torch.enable_grad():
+    with frozen(model), torch.enable_grad():
         kernels = Kernels({each.router.layer: each.gamma for each in cases}, device)
         adam = torch.optim.Adam(kernels.parameters(), lr=_RATE)
         with mixing(cases, kernels, k) as mixes:
-            for step, place in enumerate(_places(len(readings), steps)):
-                for mix, found in zip(mixes, neighbours, strict=True):
-                    mix.rows = found[place]
-                summed, count = loss_of(model, readings[place].batch)
+            for step, place in enumerate(places(len(studied.readings), steps)):
+                summed, count = recalled_loss(model, mixes, studied, place)
                 adam.zero_grad()
                 (summed / count).backward()
                 adam.param_groups[0]["lr"] = _RATE * (1 - step / steps)
                 adam.step()
-                last[place] = float(summed.detach()), count
                 on_step()
-    losses, tokens = zip(*last.values(), strict=True)
-    return kernels.found(), sum(losses) / sum(tokens)
+    return kernels.found()
 
 
-def _places(count: int, steps: int) -> list[int]:
+def recalled_loss(
+    model: nn.Module, mixes: Sequence[Mix], studied: Studied, place: int
+) -> tuple[Tensor, int]:
+    """Of one reading, every layer recalling what was found for it."""
+    for mix, found in zip(mixes, studied.neighbours, strict=True):
+        mix.rows = found.rows[place]
+    return loss_of(model, studied.readings[place].batch)
+
+
+def places(count: int, steps: int) -> list[int]:
     """Which reading each step takes: all of them, in any order, again and again."""
     chance = torch.Generator().manual_seed(0)
     rounds = [torch.randperm(count, generator=chance) for _ in range(-(-steps // count))]

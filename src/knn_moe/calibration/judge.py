@@ -59,11 +59,27 @@ class _Recall:
         return mix_logits(logits.float(), proposal, trust).to(logits.dtype)
 
 
+@dataclass(frozen=True)
+class Baseline:
+    """Readings, and what the model alone loses on each line of them, over how many tokens."""
+
+    readings: Sequence[Reading]
+    alone: list[Tensor]
+    tokens: list[Tensor]
+
+    @staticmethod
+    @torch.no_grad()
+    def of(model: nn.Module, readings: Sequence[Reading]) -> Baseline:
+        with frozen(model):
+            lines = [losses(model, reading.batch) for reading in readings]
+        return Baseline(readings, [summed for summed, _ in lines], [count for _, count in lines])
+
+
 @torch.no_grad()
 def judge(
     model: nn.Module,
     cases: Sequence[Cases],
-    readings: Sequence[Reading],
+    baseline: Baseline,
     config: RoutingConfig,
     on_step: Callable[[], None] = lambda: None,
 ) -> Judgement:
@@ -72,20 +88,15 @@ def judge(
         _Recall(each, config) for each in cases if config.kernel(each.router.layer).trust > 0
     ]
     hooks = [RouterHook(recall.cases.router, recall) for recall in recalls]
-    alone, mixed, weights, examples = [], [], [], []
-    with frozen(model):
-        for reading in readings:
-            summed, counted = losses(model, reading.batch)
-            alone.append(summed)
-            weights.append(counted)
-            examples.append(reading.example)
+    mixed = []
+    with frozen(model), installed(hooks):
+        for reading in baseline.readings:
             for recall in recalls:
                 recall.owner = reading.owner
-            with installed(hooks):
-                mixed.append(losses(model, reading.batch)[0])
+            mixed.append(losses(model, reading.batch)[0])
             on_step()
-    by_example = _by_example(torch.cat(examples), [alone, mixed, weights])
-    without, with_it, tokens = by_example
+    examples = torch.cat([reading.example for reading in baseline.readings])
+    without, with_it, tokens = _by_example(examples, [baseline.alone, mixed, baseline.tokens])
     change = paired_bootstrap(
         (with_it / tokens).numpy(), (without / tokens).numpy(), weights=tokens.numpy()
     )

@@ -6,7 +6,7 @@ As logarithms and a logit, whose gradients know no bounds. Pure torch but for th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import torch
@@ -17,19 +17,24 @@ from knn_moe.mixing import confidence, mix_logits, propose_logits
 
 START: Final = {"gamma_scale": 1.0, "confidence_scale": 0.1, "trust": 0.9}
 _DIGITS: Final = 6
+_LEAST: Final = 1e-6  # that a trust is from 0 and 1, whose logits have no slope
 
 
 class Kernels(nn.Module):
     """Of all layers at once. `gammas`: each layer's own γ, which the widths are relative to."""
 
-    def __init__(self, gammas: Mapping[int, float], device: torch.device) -> None:
+    def __init__(
+        self,
+        gammas: Mapping[int, float],
+        device: torch.device,
+        start: Iterable[LayerKernel] | None = None,
+    ) -> None:
         super().__init__()
         self.gammas = gammas
         self.place = {layer: place for place, layer in enumerate(gammas)}
-        weight, wide, trust = START.values()
-        start = torch.tensor([math.log(weight), math.log(wide), math.log(trust / (1 - trust))])
+        start = start or [LayerKernel(layer=layer, **START) for layer in gammas]
         # [layers, 3]: the widths' logarithms and the factor's logit.
-        self.raw = nn.Parameter(start.repeat(len(gammas), 1).to(device))
+        self.raw = nn.Parameter(torch.tensor([_raw(kernel) for kernel in start]).to(device))
 
     def mix(self, layer: int, squared_distance: Tensor, values: Tensor, logits: Tensor) -> Tensor:
         """§4.2, with gradients for the kernels.
@@ -56,3 +61,12 @@ class Kernels(nn.Module):
             )
             for layer, (weight, wide, trust) in zip(self.gammas, numbers.tolist(), strict=True)
         )
+
+
+def _raw(kernel: LayerKernel) -> list[float]:
+    trust = min(max(kernel.trust, _LEAST), 1 - _LEAST)
+    return [
+        math.log(kernel.gamma_scale),
+        math.log(kernel.confidence_scale),
+        math.log(trust / (1 - trust)),
+    ]

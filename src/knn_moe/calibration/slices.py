@@ -1,4 +1,4 @@
-"""The parts of a reference set that a memory is calibrated on: one to fit, one to judge.
+"""The parts of a reference set that a memory is calibrated on: to fit, to choose, to judge by.
 
 Split by example, identical ones together. A token may recall any example but its own, as a new
 text's would; whatever else is split, that keeps an example from judging itself.
@@ -12,18 +12,19 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from knn_moe.batches import ReferenceTokens, make_batch, plan_batches
+from knn_moe.calibration.settings import CalibrationConfig
 from knn_moe.errors import CalibrationError
 from knn_moe.memory import RoutingMemory
 from knn_moe.optimise import TokenBatch
 from knn_moe.provenance import Provenance
 
-LEAST_EXAMPLES: Final = 16
+LEAST_EXAMPLES: Final = 24
 _LEAST_JUDGED: Final = 6  # that all of them gain by chance is 1 in 64
 
 
@@ -54,26 +55,37 @@ class Slice:
             yield Reading(batch, owner, example)
 
 
-def split(
-    reference: ReferenceTokens, share: float, most_tokens: int, seed: int
-) -> tuple[Slice, Slice]:
-    """A slice to fit and one to judge by, the latter of `share` of the examples: windows with a
-    token that is scored, one of each example before the second of any, `most_tokens` of them."""
+class Parts(NamedTuple):
+    """Three slices that have no example in common, and all of them together."""
+
+    fitting: Slice
+    choosing: Slice
+    judging: Slice
+    everything: Slice
+
+
+def split(reference: ReferenceTokens, config: CalibrationConfig) -> Parts:
+    """A share of the examples is to choose by, another to judge by, the rest to fit.
+
+    Windows with a token that is scored, one of each example before the second of any, until
+    there are as many tokens as the config says.
+    """
     owner = owners(reference.provenance)
     examples = owner.unique()
     if len(examples) < LEAST_EXAMPLES:
         raise CalibrationError(
             f"A memory of {len(examples)} different examples cannot be calibrated: it takes "
-            f"{LEAST_EXAMPLES}, some to fit and others to judge by. Add examples, or use a preset."
+            f"{LEAST_EXAMPLES}, to fit, to choose and to judge by. Add examples, or use a preset."
         )
-    chance = torch.Generator().manual_seed(seed)
+    chance = torch.Generator().manual_seed(config.seed)
     order = torch.randperm(len(examples), generator=chance)
-    count = max(_LEAST_JUDGED, round(share * len(examples)))
-    held = examples[order[: min(count, len(examples) - 1)]]
-    judged = torch.isin(owner, held)
-    return (
-        _draw(reference, owner, ~judged, most_tokens, chance),
-        _draw(reference, owner, judged, most_tokens, chance),
+    count = max(_LEAST_JUDGED, round(config.held_out * len(examples)))
+    chosen, judged = (torch.isin(owner, examples[part]) for part in order.split(count)[:2])
+    return Parts(
+        _draw(reference, owner, ~(chosen | judged), config.fit_tokens, chance),
+        _draw(reference, owner, chosen, config.judge_tokens, chance),
+        _draw(reference, owner, judged, config.judge_tokens, chance),
+        _draw(reference, owner, torch.ones_like(judged), config.fit_tokens, chance),
     )
 
 
@@ -91,8 +103,7 @@ def _draw(
     if len(owner[windows].unique()) < _LEAST_JUDGED:
         raise CalibrationError(
             f"Only {len(owner[windows].unique())} of the examples to calibrate on have a token to "
-            f"predict: it takes {_LEAST_JUDGED}, to fit and to judge by. Use longer ones, or a "
-            f"preset."
+            f"predict: each part of them takes {_LEAST_JUDGED}. Use longer ones, or a preset."
         )
     windows = windows[_turns(owner[windows]).argsort(stable=True)]
     before = reference.lengths[windows].cumsum(0) - reference.lengths[windows]

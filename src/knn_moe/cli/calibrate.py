@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -23,6 +22,7 @@ from knn_moe.errors import MemoryFormatError
 
 if TYPE_CHECKING:
     from knn_moe.calibration import Calibration
+    from knn_moe.memory import RoutingMemory
 
 
 @click.command(name="calibrate")
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 @click.argument("memory", type=click.Path(path_type=Path))
 @click.argument("reference", type=click.Path(path_type=Path), required=False)
 @click.option("-k", "--neighbours", type=int, multiple=True, help="K to choose among; repeatable.")
+@click.option("--value-rate", type=float, multiple=True, help="η to learn values; repeatable.")
+@click.option("--keep-values", is_flag=True, help="Fit how cases are used, not what they say.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be chosen.")
 @click.option("--force", is_flag=True, help="Calibrate a memory that was built for another model.")
 @device_option
@@ -40,6 +42,8 @@ def command(
     memory: Path,
     reference: Path | None,
     neighbours: tuple[int, ...],
+    value_rate: tuple[float, ...],
+    keep_values: bool,
     dry_run: bool,
     force: bool,
     device: str | None,
@@ -54,15 +58,17 @@ def command(
     knn-moe calibrate ./my-model memory --dry-run --json
 
     Reads the reference set MEMORY was built from, or REFERENCE, a file like it: some examples to
-    fit each layer's kernels on, others to judge the result by. An example recalls others only,
-    never itself. A memory that does not help there, beyond chance, is told to keep silent.
+    fit each layer's kernels and the cases' values on, others to choose by, and others again to
+    judge the result by. An example recalls others only, never itself. A memory that does not help
+    there, beyond chance, is told to keep silent.
     """
     from knn_moe.calibration import CalibrationConfig, calibrate
     from knn_moe.memory import RoutingMemory
     from knn_moe.reference import iter_examples
-    from knn_moe.writer import reseal
 
-    config = CalibrationConfig(neighbours=neighbours) if neighbours else CalibrationConfig()
+    asked: dict[str, Any] = {"neighbours": neighbours, "value_rates": value_rate}
+    given = {name: choices for name, choices in asked.items() if choices}
+    config = CalibrationConfig(**given | ({"value_rates": ()} if keep_values else {}))
     examples = None if reference is None else list(iter_examples(reference))
     if not dry_run:
         _require_folder(memory)
@@ -79,11 +85,11 @@ def command(
             on_progress=lambda what, done, total: update(done, total, what),
         )
     if not dry_run:
-        reseal(memory, replace(opened.header, routing=found.routing, calibration=found.report()))
+        write_calibrated(found.apply(opened), memory)
     if as_json:
         print_json({"routing": found.routing.to_dict(), **found.report()})
     else:
-        _show(found)
+        show_calibration(found)
         log.print("Nothing was written." if dry_run else f"Written into {memory}.")
 
 
@@ -96,14 +102,42 @@ def _require_folder(memory: Path) -> None:
         )
 
 
-def _show(found: Calibration) -> None:
-    """What was chosen for each layer, and what it is worth."""
+def write_calibrated(memory: RoutingMemory, folder: Path) -> None:
+    """Into the memory's own folder: the header alone, or all of it where values are others."""
+    from knn_moe.writer import reseal
+
+    if memory.folder is None:
+        memory.save_pretrained(folder, overwrite=True)
+    else:
+        reseal(folder, memory.header)
+
+
+def show_calibration(found: Calibration) -> None:
+    """What was tried, what was chosen for each layer, and what it is worth."""
+    tried = [
+        (
+            f"{trial.name} *" if trial.name == found.chosen else trial.name,
+            f"{trial.loss:.4f}",
+            f"{trial.change:+.4f}",
+            f"{trial.low:+.4f} to {trial.high:+.4f}",
+        )
+        for trial in found.trials
+    ]
+    print_table("Tried, and chosen (*)", ("way", "loss", "change", "95 %"), tried)
     mean = found.judgement.mean_confidence if found.helps else {}
     rows = [
-        (kernel.layer, *kernel_cells(kernel), f"{mean.get(kernel.layer, 0.0):.2f}")
-        for kernel in found.routing.kernels
+        (
+            kernel.layer,
+            *kernel_cells(kernel),
+            f"{mean.get(kernel.layer, 0.0):.2f}",
+            f"{far.nearest:.2f}",
+            f"{far.last:.2f}",
+        )
+        for kernel in map(found.routing.kernel, found.distances)
+        for far in [found.distances[kernel.layer]]
     ]
-    print_table(f"K = {found.routing.k}", ("layer", *KERNEL_COLUMNS, "mean λ"), rows)
+    columns = ("layer", *KERNEL_COLUMNS, "mean λ", "γ d² nearest", "last")
+    print_table(f"K = {found.routing.k}", columns, rows)
     judged, change = found.judgement, found.judgement.change
     log.print(
         f"On {judged.examples} other examples ({judged.tokens:,} tokens): {judged.alone:.4f} → "

@@ -1,0 +1,78 @@
+"""What a calibration found, and what it is worth: to be read, applied and written down."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from knn_moe.calibration.judge import Judgement
+from knn_moe.config import RoutingConfig
+from knn_moe.memory import RoutingMemory
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One way to use the memory, and the loss a token on the examples to choose by."""
+
+    name: str
+    loss: float
+    change: float  # against the model alone
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Distances:
+    """From a layer's inputs to the nearest and to the last case recalled, of other examples: the
+    mean of γ d²."""
+
+    nearest: float
+    last: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """What was chosen, and what it is worth on examples that had no part in the choice."""
+
+    routing: RoutingConfig
+    judgement: Judgement
+    trials: tuple[Outcome, ...]
+    chosen: str  # its name among the trials
+    distances: Mapping[int, Distances]  # by layer
+    values: Mapping[int, Tensor] | None  # by layer [M, N]; None: as they were
+    seconds: float
+
+    @property
+    def helps(self) -> bool:
+        """Whether the memory was better than the model alone, beyond chance."""
+        return self.judgement.better
+
+    def report(self) -> dict[str, Any]:
+        """What it is worth and how that was found, for a memory's config."""
+        judged = asdict(self.judgement)
+        by_layer = judged.pop("mean_confidence")
+        return {
+            "helps": self.helps,
+            **judged,
+            "mean_confidence": {str(layer): value for layer, value in by_layer.items()},
+            "chosen": self.chosen,
+            "trials": [asdict(trial) for trial in self.trials],
+            "distances": {str(layer): asdict(one) for layer, one in self.distances.items()},
+            "values_learned": self.values is not None,
+            "seconds": round(self.seconds, 1),
+        }
+
+    def apply(self, memory: RoutingMemory) -> RoutingMemory:
+        """`memory`, used in this way; its own values are learned ones where some were learned."""
+        header = replace(memory.header, routing=self.routing, calibration=self.report())
+        if self.values is None:
+            return replace(memory, header=header)
+        layers = {
+            index: replace(layer, values=self.values.get(index, layer.values))
+            for index, layer in memory.full_layers().items()
+        }
+        # What lies in the memory's folder is not what this one holds.
+        return replace(memory, header=header, layers=layers, folder=None)

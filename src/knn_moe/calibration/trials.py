@@ -1,0 +1,192 @@
+"""Ways to use a memory, tried on parts of its reference set that have no example in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from knn_moe.batches import ReferenceTokens
+from knn_moe.calibration.fit import Cases, find_neighbours, fit_kernels
+from knn_moe.calibration.judge import Baseline, Judgement, judge
+from knn_moe.calibration.result import Distances, Outcome
+from knn_moe.calibration.settings import CalibrationConfig
+from knn_moe.calibration.slices import Reading, Slice, owners, split
+from knn_moe.calibration.values import learn_values
+from knn_moe.config import RoutingConfig
+from knn_moe.errors import CalibrationError
+from knn_moe.intercept import hook_on
+from knn_moe.memory import RoutingMemory
+from knn_moe.routers import find_routers
+
+OnProgress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One way to use a memory. `rate`: that its values were learned with; None: they were not."""
+
+    name: str
+    routing: RoutingConfig
+    cases: Sequence[Cases]
+    judgement: Judgement  # on the examples to choose by
+    rate: float | None = None
+
+    @property
+    def values(self) -> dict[int, Tensor] | None:
+        """By layer, where they were learned."""
+        if self.rate is None:
+            return None
+        return {each.router.layer: each.values.cpu() for each in self.cases}
+
+    def outcome(self) -> Outcome:
+        change = self.judgement.change
+        loss = self.judgement.loss
+        return Outcome(self.name, loss, change.difference, change.low, change.high)
+
+    def silenced(self) -> Trial:
+        """No layer is trusted, and no value is another."""
+        layers = [each.router.layer for each in self.cases]
+        silent = tuple(replace(self.routing.kernel(layer), trust=0.0) for layer in layers)
+        return replace(self, routing=replace(self.routing, kernels=silent), rate=None)
+
+
+class Workbench:
+    """A model, a memory's cases, and the parts of a reference set to try them on."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        memory: RoutingMemory,
+        reference: ReferenceTokens,
+        config: CalibrationConfig,
+        on_progress: OnProgress,
+    ) -> None:
+        self.model = model
+        self.memory = memory
+        self.config = config
+        self.parts = split(reference, config)
+        self.counts = _counts(memory, config)
+        self.cases = _cases(model, memory)
+        readings = self._readings(self.parts.fitting)
+        whole = len(self._readings(self.parts.everything))
+        passes = len(config.value_rates) * len(readings) + bool(config.value_rates) * whole
+        total = len(self.counts) * config.steps + config.passes * passes
+        self.progress = _Progress(on_progress, total)
+        self.studied = find_neighbours(model, self.cases, readings, self.counts[-1])
+        self.choosing = Baseline.of(model, self._lines(self.parts.choosing))
+
+    def usual(self) -> list[Trial]:
+        """As the memory is used now, where that can be judged here: by RBF, without a gate."""
+        routing = self.memory.routing
+        if routing.similarity != "rbf" or routing.gate is not None:
+            return []
+        return [self._trial("as it was", routing, self.cases)]
+
+    def fit_kernels(self, k: int) -> Trial:
+        """K cases, and the kernels that make the fitted examples likeliest with them."""
+        name = f"kernels, K = {k}"
+        kernels = fit_kernels(
+            self.model, self.cases, self.studied, k, self.config.steps, self.progress.on(name)
+        )
+        kept = self.memory.routing
+        routing = RoutingConfig(
+            k=k, kernels=kernels, layers=kept.layers, index=kept.index, stats=kept.stats
+        )
+        return self._trial(name, routing, self.cases)
+
+    def learn_values(self, start: Trial, rate: float) -> Trial:
+        """The same with other values, learned by gradient steps of η = `rate`."""
+        name = f"values, η = {rate:g}"
+        kernels, cases = learn_values(
+            self.model,
+            self.cases,
+            self.studied,
+            start.routing,
+            self.config.passes,
+            rate,
+            self.progress.on(name),
+        )
+        return self._trial(name, replace(start.routing, kernels=kernels), cases, rate)
+
+    def learn_from_all(self, trial: Trial) -> Trial:
+        """Values, where they are learned, from the examples to choose and to judge by as well."""
+        if trial.rate is None:
+            return trial
+        readings = self._readings(self.parts.everything)
+        studied = find_neighbours(self.model, self.cases, readings, trial.routing.k)
+        kernels, cases = learn_values(
+            self.model,
+            self.cases,
+            studied,
+            trial.routing,
+            self.config.passes,
+            trial.rate,
+            self.progress.on("values, from all examples"),
+        )
+        return replace(trial, routing=replace(trial.routing, kernels=kernels), cases=cases)
+
+    def judge(self, trial: Trial) -> Judgement:
+        """On examples that had no part in anything yet."""
+        judging = Baseline.of(self.model, self._lines(self.parts.judging))
+        return judge(self.model, trial.cases, judging, trial.routing)
+
+    def distances(self) -> dict[int, Distances]:
+        return {
+            each.router.layer: Distances(found.nearest / tokens, found.farthest / tokens)
+            for each, found in zip(self.cases, self.studied.neighbours, strict=True)
+            for tokens in [max(found.tokens, 1)]
+        }
+
+    def _trial(
+        self, name: str, routing: RoutingConfig, cases: Sequence[Cases], rate: float | None = None
+    ) -> Trial:
+        judged = judge(self.model, cases, self.choosing, routing)
+        return Trial(name, routing, cases, judged, rate)
+
+    def _readings(self, part: Slice) -> list[Reading]:
+        """For a backward pass each."""
+        return list(part.readings(min(self.config.step_tokens, self.memory.build.batch_tokens)))
+
+    def _lines(self, part: Slice) -> list[Reading]:
+        return list(part.readings(self.memory.build.batch_tokens))
+
+
+def _counts(memory: RoutingMemory, config: CalibrationConfig) -> list[int]:
+    """Numbers of neighbours that every example has: of all cases but its own."""
+    sizes = owners(memory.provenance)[memory.provenance.window].unique(return_counts=True)[1]
+    most = len(memory) - int(sizes.max()) if len(sizes) else 0
+    if most < 1:
+        raise CalibrationError(
+            f"{memory!r} cannot be calibrated: its examples have no others to recall."
+        )
+    return sorted({min(k, most) for k in config.neighbours})
+
+
+def _cases(model: nn.Module, memory: RoutingMemory) -> list[Cases]:
+    """Of each layer that the memory's routing has, on its router's device."""
+    layers = memory.full_layers()
+    wanted = layers if memory.routing.layers is None else memory.routing.layers
+    routers = [router for router in find_routers(model) if router.layer in wanted]
+    for router in routers:
+        if hook_on(router) is not None:
+            raise CalibrationError(
+                f"The model has a memory attached (at {router.name!r}): detach it to calibrate one."
+            )
+    owner = owners(memory.provenance)[memory.provenance.window]
+    return [Cases.of(router, layers[router.layer], owner) for router in routers]
+
+
+class _Progress:
+    def __init__(self, send: OnProgress, total: int) -> None:
+        self.send = send
+        self.total = total
+        self.done = 0
+
+    def on(self, what: str) -> Callable[[], None]:
+        def step() -> None:
+            self.done += 1
+            self.send(what, self.done, self.total)
+
+        return step
