@@ -30,7 +30,7 @@ class Reader:
         self.provenance = provenance
         self.usual = usual
         self.tokenizer = tokenizer
-        self._cases: dict[int, tuple[int, str, str, str]] = {}
+        self._cases: dict[int, tuple[str, str, str]] = {}
 
     def texts(self, ids: Sequence[int]) -> list[str]:
         """What each token says."""
@@ -43,34 +43,35 @@ class Reader:
         """The nearest case of one layer to the token at `place`."""
         squared = float(found.squared_distance[place, 0])
         row = int(found.rows[place, 0]) if math.isfinite(squared) else None
-        example, *text = self._case(row) if row is not None else (None, "", "", "")
+        before, token, after = ("", "", "") if row is None else self._case(row)
         entered, left = (
             {expert: float(found.change[place, expert]) for expert in experts}
             for experts in found.swapped(place)
         )
         return RecalledCase(
-            layer,
-            *text,
+            layer=layer,
+            before=before,
+            token=token,
+            after=after,
             distance=math.sqrt(squared * self.usual[layer]),
             confidence=float(found.confidence[place]),
             experts_in=entered,
             experts_out=left,
             weight=float(found.weight[place, 0]),
             row=row,
-            example=example,
+            example=None if row is None else self.provenance.example_at(row),
             squared_distance=squared,
         )
 
-    def _case(self, row: int) -> tuple[int, str, str, str]:
-        """The example of a case, and its text before, at and after its token."""
+    def _case(self, row: int) -> tuple[str, str, str]:
+        """The text of a case before, at and after its token."""
         if row not in self._cases:
             ids, at = self.provenance.context(row, before=_BEFORE)
-            before, upto = ids[:at], ids[: at + 1]
-            text = self._text([], before), self._text(before, ids[at : at + 1])
+            before, token, after = ids[:at], ids[at : at + 1], ids[at + 1 :]
             self._cases[row] = (
-                self.provenance.example_at(row),
-                *text,
-                self._text(upto, ids[at + 1 :]),
+                self._text([], before),
+                self._text(before, token),
+                self._text([*before, *token], after),
             )
         return self._cases[row]
 

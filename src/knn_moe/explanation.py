@@ -30,10 +30,10 @@ class RecalledCase:
     confidence: float  # λ
     experts_in: Mapping[int, float]  # that came in → their Δlogit: mixed less the router's own
     experts_out: Mapping[int, float]  # that went out, likewise
-    weight: float = 1.0  # this case's share of what all K recalled cases propose
-    row: int | None = None  # of the memory; None: no case was found
-    example: int | None = None  # of the reference set, as a number in the order given
-    squared_distance: float = math.nan  # of the vectors that the similarity compares
+    weight: float  # this case's share of what all K recalled cases propose
+    row: int | None  # of the memory; None: no case was found
+    example: int | None  # of the reference set, as a number in the order given
+    squared_distance: float  # of the vectors that the similarity compares
 
     @property
     def changed(self) -> bool:
@@ -186,13 +186,12 @@ def _mean(tokens: Sequence[ExplainedToken]) -> float:
 
 def _as_json(token: ExplainedToken) -> dict[str, Any]:
     facts = {"id": token.id, "text": token.text}
-    means = {"mean_confidence": token.confidence, "changed": token.changed}
-    return _finite({**facts, **means, "cases": [asdict(case) for case in token.cases]})
+    means = _finite({"mean_confidence": token.confidence, "changed": token.changed})
+    cases = [_finite(asdict(case)) for case in token.cases]
+    return {**facts, **means, "cases": cases}
 
 
 def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _finite(part) for name, part in value.items()}
-    if isinstance(value, list):
-        return [_finite(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -68,7 +68,7 @@ class Reading:
             self._begin()
         elif not known or length is None:
             self._forget(_UNSEEN)
-        if self._lost is not None:
+        if length is None or self._lost is not None:
             return
         self._cache = None if cache is None else weakref.ref(cache)
         real = self.mask.mask
