@@ -93,8 +93,8 @@ class Reading:
         missed = int(self.mask.counts.sums[0]) - earlier - len(self._steps)
         if missed:
             raise NothingReadError(
-                f"The model was called {missed} times where nobody could see what it read, as in a "
-                f"compiled graph: {_WAY_OUT}."
+                f"Calls of the model, {missed} of them, ran where nobody could see what they read, "
+                f"as compiled ones do: {_WAY_OUT}."
             )
         if not self._steps:
             raise NothingReadError(
