@@ -275,14 +275,14 @@ def made(text: str, layers: int = 2, **facts: Any) -> ExplainedToken:
 def test_the_table() -> None:
     told = Explanation((0, 1), ((made(" a"), made("b\n", experts_in={}, experts_out={})),))
     lines = str(told).splitlines()
-    assert lines[1].split() == ["|", "a|", "0.25", "2/2", "0", "the", "old[", "man]", "and"]
+    assert lines[1].split() == ["|", "a|", "0.25", "2/2", "0", "…the", "old[", "man]", "and"]
     assert lines[2].startswith("|b⏎| ")
     assert "0/2" in lines[2]
     detail = told.table(layer=1).splitlines()
     assert "0.25" in detail[1]
     assert "0.50" in detail[1]
     assert detail[1].endswith("in 7 (+0.50) out 3 (-1.25)")
-    assert detail[2].endswith("the old[ man] and")
+    assert detail[2].endswith("…the old[ man] and")
     assert repr(told).startswith("Explanation(2 tokens × 2 layers, mean λ 0.25)\n")
     long = Explanation((0, 1), ((made("a"),) * 30,))
     assert repr(long).endswith("… 10 more tokens: print it, or see its table()")

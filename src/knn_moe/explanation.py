@@ -154,10 +154,9 @@ def _recalled(case: RecalledCase, width: int) -> str:
     if case.row is None:
         return "nothing"
     marked = f"[{one_line(case.token)}]{one_line(case.after)}"
-    before, room = one_line(case.before), max(width, _SHORTEST) - len(marked)
-    if len(before) > room:
-        before = f"…{before[len(before) - room + 1 :]}" if room > 1 else "…"
-    return before + marked
+    room = max(width, _SHORTEST) - len(marked) - 1
+    before = one_line(case.before)[-room:] if room > 0 else ""
+    return f"…{before}{marked}" if case.before else marked
 
 
 def _moves(name: str, experts: Mapping[int, float]) -> str:
