@@ -177,6 +177,21 @@ def test_a_compiled_model(
         assert routing.explain(prompt).to_dict() == expected
 
 
+def test_a_prompt_read_eagerly_and_compiled_steps(
+    model: PreTrainedModel, memory: RoutingMemory, prompt: Tensor, compiled_state: None
+) -> None:
+    """As `generate` does on a GPU with a static cache."""
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with attach(model, memory) as routing, torch.no_grad():
+        cache = StaticCache(config=model.config, max_cache_len=16)
+        model(prompt, past_key_values=cache)
+        assert read(routing) == prompt.tolist()
+        for token in (7, 8):
+            compiled(torch.tensor([[token]]), past_key_values=cache)
+        with pytest.raises(NothingReadError, match="model, 2 of them"):
+            routing.explain()
+
+
 def test_nothing_is_left_behind(memory: RoutingMemory, prompt: Tensor) -> None:
     """No hook, and no cache kept alive."""
     model = family("olmoe")

@@ -80,7 +80,8 @@ class Reader:
         if self.tokenizer is None:
             return "".join(f" {token}" for token in ids)
         start, whole = self._decode(context), self._decode([*context, *ids])
-        return whole[len(start) :] if whole.startswith(start) else self._decode(ids)
+        cut = start.endswith("\N{REPLACEMENT CHARACTER}")  # within a character
+        return self._decode(ids) if cut or not whole.startswith(start) else whole[len(start) :]
 
     def _decode(self, ids: Sequence[int]) -> str:
         text: str = self.tokenizer.decode(list(ids)) if ids else ""

@@ -73,7 +73,7 @@ class Reading:
         self._cache = None if cache is None else weakref.ref(cache)
         real = self.mask.mask
         real = None if real is None or real.shape != ids.shape else real.clone()
-        self._steps.append(Step(ids.detach().clone(), real, length))
+        self._steps.append(Step(ids.clone(), real, length))
 
     def _begin(self) -> None:
         self._steps, self._lost = [], None
