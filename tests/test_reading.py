@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
-from conftest import family, make_texts
-from knn_moe import RoutingMemory, attach
+from conftest import BUILD, TEXTS, family, make_texts
+from knn_moe import RoutingMemory, attach, build_memory
 from knn_moe.errors import NothingReadError
 from knn_moe.handle import Routing
 
@@ -51,6 +51,15 @@ def test_what_was_generated(
         assert read(routing) == [found]
         by_hand = routing.explain(torch.tensor([found])).to_dict()
         assert routing.explain().to_dict() == by_hand
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_next", "jamba", "minimax", "llama4_text"])
+def test_caches_of_other_kinds(name: str, tokenizer: Any, prompt: Tensor) -> None:
+    """Sliding windows, linear attention, state spaces, chunks."""
+    model = family(name)
+    with attach(model, build_memory(model, tokenizer, TEXTS[:4], BUILD)) as routing:
+        output = generate(model, prompt)
+        assert read(routing) == output[:, :-1].tolist()
 
 
 @pytest.mark.parametrize("cache", [None, "static"])

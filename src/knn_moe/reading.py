@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
 
 from knn_moe.errors import NothingReadError
 from knn_moe.hooks import TokenMask
@@ -64,7 +65,7 @@ class Reading:
         width = ids.shape[1]
         known = cache is not None and self._cache is not None and self._cache() is cache
         length = width if cache is None else _length(cache, wait=width > 1 or not known)
-        if isinstance(length, int) and length <= width:
+        if isinstance(length, int) and length == width:
             self._begin()
         elif not known or length is None:
             self._forget(_UNSEEN)
@@ -116,10 +117,10 @@ def _joined(steps: list[Step]) -> tuple[Tensor, Tensor, Tensor]:
     ids = real = prompt = torch.empty(0, 0)
     for step in steps:
         new = step.ids.cpu()
-        known = max(int(step.length) - new.shape[1], 0)
+        known = int(step.length) - new.shape[1]
         if known == 0:
             ids, real, prompt = new[:, :0], new[:, :0].bool(), new
-        if known > ids.shape[1] or len(new) != len(ids):
+        if not 0 <= known <= ids.shape[1] or len(new) != len(ids):
             raise NothingReadError(f"{_UNSEEN}: {_WAY_OUT}.")
         kept = torch.ones_like(new, dtype=torch.bool) if step.real is None else step.real.cpu()
         ids = torch.cat([ids[:, :known], new], dim=1)
@@ -152,11 +153,15 @@ def _cache_among(args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) 
 
 
 def _length(cache: Cache, *, wait: bool) -> int | Tensor | None:
-    """Of the cache, as the model's own code asks for it. Static caches count on the device: `wait`
-    for that, or have it later. None: it does not know."""
+    """Of the cache, after a call. Static caches count on the device: `wait` for that, or have it
+    later. None: it does not know."""
     try:
         length: int | Tensor = cache.get_seq_length()
-    except (ValueError, NotImplementedError):  # a cache with no attention layer
+        if isinstance(length, int) and length == 0:
+            # MiniMax's asks its first layer, whose attention is linear and counts nothing.
+            counting = (layer for layer in cache.layers if isinstance(layer, CacheLayerMixin))
+            length = max(int(layer.get_seq_length()) for layer in counting)
+    except (ValueError, NotImplementedError, AttributeError):  # a cache without attention
         return None
     if isinstance(length, Tensor):
         return int(length) if wait else length.clone()
