@@ -53,7 +53,7 @@ $(OLD)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 test-oldest: $(OLD)/.installed  ## the tests that touch transformers, on 5.17
-	$(OLD)/bin/python $(PYTEST) tests/test_families.py tests/test_routers.py tests/test_attach.py tests/test_attach_errors.py tests/test_proof.py tests/test_likelihood.py tests/test_trace.py tests/test_embedded.py
+	$(OLD)/bin/python $(PYTEST) tests/test_families.py tests/test_routers.py tests/test_attach.py tests/test_attach_errors.py tests/test_proof.py tests/test_likelihood.py tests/test_trace.py tests/test_explain.py tests/test_reading.py tests/test_embedded.py
 
 clean:  ## remove what make made
 	rm -rf $(VENV) $(OLD) .mypy_cache .ruff_cache .pytest_cache .hypothesis

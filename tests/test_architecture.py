@@ -22,8 +22,8 @@ ORDER = """
     index.scan index.values index.fast index.faiss index.kernels index.parts index.launch
     index.fused index config gamma
     reference routers experts intercept dense embedded identity header card storage writer
-    compressed memory optimise batches drain workspace build recall compression gate hooks handle
-    stats likelihood usage controls trace harness
+    compressed memory optimise batches drain workspace build recall compression gate hooks
+    trace explanation explain reading handle stats likelihood usage controls harness
     calibration.slices calibration.kernels calibration.fit calibration.judge calibration
     tasks.task tasks.prompts tasks.parsing tasks.sandbox_child tasks.sandbox tasks.rows
     tasks.kinds tasks.catalogue tasks.package tasks.data tasks.registry tasks

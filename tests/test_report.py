@@ -20,10 +20,10 @@ from knn_moe.demo.result import (
     MemoryFacts,
     Passage,
     PassageToken,
-    RecalledCase,
     Score,
     Tercile,
 )
+from knn_moe.explanation import RecalledCase
 from knn_moe.report import page, passages, words
 from knn_moe.report.page import render_report, write_report
 from knn_moe.stats import Comparison
@@ -111,7 +111,8 @@ def _passage(draw: random.Random, text: str, layers: int, experts: int) -> Passa
                 *pieces[12 + layer : 14 + layer],
                 draw.uniform(0.3, 1.6),
                 draw.random(),
-                *(((draw.randrange(experts),),) * 2 if draw.random() < 0.4 else ((), ())),
+                *(({draw.randrange(experts): 0.25},) * 2 if draw.random() < 0.4 else ({}, {})),
+                *(0.5, 17, 3, 1.25),
             )
             for layer in range(layers)
         )
@@ -258,12 +259,16 @@ def test_tokens_keep_their_text_and_carry_their_cases() -> None:
         recalled.token,
         recalled.after,
     ]
+    swaps = [(one, told) for one, told in zip(shown[5].cases, data[5]["cases"], strict=True)]
+    assert any(one.experts_in for one, _ in swaps)
+    for one, told in swaps:
+        assert told["in"] == [f"{expert} (+0.25)" for expert in one.experts_in]
 
 
 def test_hostile_text_stays_text() -> None:
     bad = "</script><script>alert(1)</script><!-- <b onclick='x'>&amp;\u2028\ud800"
     result = make_result(texts=())
-    case = RecalledCase(0, bad, bad, bad, 0.5, 0.5, (1,), (2,))
+    case = RecalledCase(0, bad, bad, bad, 0.5, 0.5, {1: 0.3}, {2: -0.3}, 1.0, 17, 3, 1.25)
     passage = Passage(bad, (PassageToken(bad, 1.0, 2.0, (case,)),))
     scores = (replace(result.scores[0], way=bad), *result.scores[1:])
     thirds = [replace(t, name=bad, nll={bad: 1.0, **t.nll}) for t in result.terciles]
@@ -315,7 +320,8 @@ def test_what_is_not_a_number_is_said_in_words(nll: float, shown: str) -> None:
     result = make_result(1, 4)
     broken = Comparison(nll, math.nan, math.nan, math.nan)
     change, nlls = dict.fromkeys(WAYS, broken), dict.fromkeys(WAYS, nll)
-    token = PassageToken("x", nll, nll, (RecalledCase(0, "", "", "", nll, math.nan, (), ()),))
+    case = RecalledCase(0, "", "", "", nll, math.nan, {1: nll}, {}, math.nan, None, None, nll)
+    token = PassageToken("x", nll, nll, (case,))
     html = render_report(
         replace(
             result,

@@ -123,6 +123,7 @@ def test_swapped_experts() -> None:
         *(nothing, nothing, nothing, nothing[:, 0]),
         before=torch.tensor([[0, 3], [1, 2], [4, 5]]),
         after=torch.tensor([[0, 3], [2, 7], [1, 6]]),
+        change=torch.zeros(3, 8),
     )
     assert layer.swapped(0) == ((), ())
     assert layer.swapped(1) == ((7,), (1,))

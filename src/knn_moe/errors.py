@@ -15,7 +15,8 @@ KnnMoeError
 ├── CalibrationError         too little to calibrate on
 ├── MissingDependencyError   an optional part is not installed
 └── AttachError              a memory cannot be put on a model
-    └── RouterNotCalledError     a router was attached but the model went around it
+    ├── RouterNotCalledError     a router was attached but the model went around it
+    └── NothingReadError         what the model read is not known, so it cannot be explained
 
 Each message says what, the value seen, and the way out, in one sentence or two.
 """
@@ -83,3 +84,7 @@ class AttachError(KnnMoeError):
 
 class RouterNotCalledError(AttachError):
     """A router was attached, the model ran, and the router was never called."""
+
+
+class NothingReadError(AttachError):
+    """`explain()` was asked of what the model read last, and that is not known."""

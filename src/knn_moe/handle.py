@@ -8,20 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import TracebackType
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from knn_moe.config import RoutingConfig
 from knn_moe.errors import AttachError, ConfigError, MemoryMismatchError, RouterNotCalledError
+from knn_moe.explain import Reader, explain_sequences, read_text, sequences_of
+from knn_moe.explanation import Explanation
 from knn_moe.gate import open_gate
 from knn_moe.hooks import LayerStats, RecallHook, RouterCall, TokenMask
 from knn_moe.identity import identify
 from knn_moe.intercept import forget_compiled_graphs, hook_on, takes_top
 from knn_moe.memory import RoutingMemory
-from knn_moe.recall import LayerRecall, layer_kernel
-from knn_moe.routers import Router, find_routers
+from knn_moe.reading import Reading
+from knn_moe.recall import LayerRecall, layer_gamma, layer_kernel
+from knn_moe.routers import Router, find_routers, unwrap
 
 
 def attach(
@@ -57,11 +62,13 @@ class Routing:
     ) -> None:
         self.memory = memory
         self.config = config
+        self._model = model
         self._mask = TokenMask(model, routers)
+        self._reading = Reading(self._mask)
         self._hooks = [self._hook(router) for router in routers] if len(memory) else []
         forget_compiled_graphs()
         self._handles = [handle for hook in self._hooks for handle in hook.install()]
-        self._handles += self._mask.install(self._check_called)
+        self._handles += self._reading.install() + self._mask.install(self._check_called)
 
     def _hook(self, router: Router) -> RecallHook:
         device = router.device
@@ -83,6 +90,55 @@ class Routing:
     def stats(self) -> dict[int, LayerStats]:
         """Per layer: calls, tokens, mean λ, and the share of tokens whose experts changed."""
         return {hook.router.layer: hook.stats() for hook in self._hooks}
+
+    def explain(
+        self,
+        input_ids: Tensor | str | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        tokenizer: Any = None,
+        last: int | None = None,
+    ) -> Explanation:
+        """Per token and layer: the case recalled, its text, distance, λ, and the experts that came
+        in and went out, with what became of their logits.
+
+        Of token ids, of a text, or, without either, of what the model read last: the prompt and
+        what it generated, but for the very last token, which it never read. It is read once more,
+        each row by itself, uncompiled; `stats()` does not count that. Without a tokenizer texts
+        are numbers. `last`: only as many tokens, from the end.
+        Shapes: input_ids, attention_mask [T] or [B, T].
+        """
+        if last is not None and last < 1:
+            raise ConfigError(f"last must be at least 1, got {last}.")
+        if input_ids is None:
+            sequences = self._reading.sequences(_ends(self._model))
+        else:
+            if isinstance(input_ids, str):
+                input_ids = read_text(input_ids, tokenizer)
+            sequences = sequences_of(input_ids, attention_mask)
+        as_found = replace(self.config, gamma=None)
+        usual = {
+            hook.router.layer: layer_gamma(
+                self.memory, hook.router.layer, as_found, hook.router.device
+            )
+            for hook in self._hooks
+        }
+        reader = Reader(self.memory.provenance, usual, tokenizer)
+        with self._aside():
+            return explain_sequences(self._model, self, sequences, reader, last)
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """While inside, what runs is neither counted nor remembered."""
+        counts = [self._mask.counts.sums, *(hook.counts.sums for hook in self._hooks)]
+        before = [sums.clone() for sums in counts]
+        self._reading.paused = True
+        try:
+            yield
+        finally:
+            self._reading.paused = False
+            for sums, earlier in zip(counts, before, strict=True):
+                sums.copy_(earlier)
 
     @contextmanager
     def observed(self, observer: Callable[[RouterCall], None]) -> Iterator[None]:
@@ -173,6 +229,13 @@ def _choose(routers: list[Router], memory: RoutingMemory, config: RoutingConfig)
                 f"{f'{router.hidden_size} → {router.num_experts}' if router else 'not there'}."
             )
     return [by_layer[index] for index in wanted if config.kernel(index).trust > 0]
+
+
+def _ends(model: nn.Module) -> tuple[int, ...]:
+    """The tokens after which `generate` takes a sequence to be done."""
+    settings = getattr(unwrap(model), "generation_config", None)
+    ends = getattr(settings, "eos_token_id", None)
+    return tuple(ends) if isinstance(ends, list | tuple) else () if ends is None else (ends,)
 
 
 def _names(names: list[str]) -> str:

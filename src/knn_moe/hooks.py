@@ -63,12 +63,14 @@ class Counts(nn.Module):
 
 @dataclass(frozen=True)
 class RouterCall:
-    """What one router call was about. Shapes: inputs [T, d]; before, after [T, top_k], the
-    experts of the router's own logits and of the mixed ones, ascending; confidence [T]."""
+    """What one router call was about. Shapes: inputs [T, d]; logits, the router's own, and mixed
+    [T, N]; before, after [T, top_k], the experts of either, ascending; confidence [T]."""
 
     layer: int
     recall: LayerRecall
     inputs: Tensor
+    logits: Tensor
+    mixed: Tensor
     before: Tensor
     after: Tensor
     confidence: Tensor
@@ -124,8 +126,17 @@ class RecallHook(RouterHook):
             used = chosen_experts(self.router, output, mixed)
             changed = (chosen != used).any(dim=-1)
             if self.observer is not None:
-                call = RouterCall(self.router.layer, self.recall, inputs, chosen, used, confidence)
-                self.observer(call)
+                seen = RouterCall(
+                    self.router.layer,
+                    self.recall,
+                    inputs,
+                    logits=logits,
+                    mixed=mixed,
+                    before=chosen,
+                    after=used,
+                    confidence=confidence,
+                )
+                self.observer(seen)
         if not self.kernels_count:
             self.counts.add(confidence, changed, real)
         elif uncounted and changed is not None:

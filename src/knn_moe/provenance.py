@@ -55,10 +55,17 @@ class Provenance:
         """How many examples have a window here."""
         return int(self.example_of_window.unique().numel())
 
+    def example_at(self, row: int) -> int:
+        """The example of key `row` alone."""
+        return int(self.example_of_window[self._window_at(int(self.key[row]))])
+
+    def _window_at(self, place: int) -> int:
+        return int(torch.searchsorted(self.begin, place, right=True)) - 1
+
     def context(self, row: int, before: int = 16, after: int = 1) -> tuple[list[int], int]:
         """Token ids around key `row`, within its window, and the key's place among them."""
         place = int(self.key[row])
-        window = int(torch.searchsorted(self.begin, place, right=True)) - 1
+        window = self._window_at(place)
         start = max(int(self.begin[window]), place - before)
         stop = min(int(self.begin[window + 1]), place + 1 + after)
         return self.stream[start:stop].tolist(), place - start

@@ -6,13 +6,15 @@ how a trace is shown is somebody else's.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from knn_moe.errors import AttachError, ConfigError
-from knn_moe.handle import Routing
 from knn_moe.hooks import RouterCall
 from knn_moe.mixing import neighbour_weights
 from knn_moe.routers import input_device
@@ -28,6 +30,7 @@ class LayerTrace:
     confidence: Tensor  # [T], λ
     before: Tensor  # [T, top_k] int64, experts of the router's own logits, ascending
     after: Tensor  # [T, top_k] int64, experts of the mixed logits, ascending
+    change: Tensor  # [T, N] fp32, Δlogit: the mixed logits less the router's own
 
     def swapped(self, token: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The experts that came in for a token, and those that went out."""
@@ -35,8 +38,16 @@ class LayerTrace:
         return tuple(sorted(after - before)), tuple(sorted(before - after))
 
 
+class Attached(Protocol):
+    """What a trace asks of the handle of an attached memory."""
+
+    def observed(self, observer: Callable[[RouterCall], None]) -> AbstractContextManager[None]: ...
+
+    def stats(self) -> Mapping[int, object]: ...
+
+
 @torch.no_grad()
-def trace(model: nn.Module, routing: Routing, input_ids: Tensor) -> dict[int, LayerTrace]:
+def trace(model: nn.Module, routing: Attached, input_ids: Tensor) -> dict[int, LayerTrace]:
     """Run `model` once, with the memory of `routing` on it, and say what each layer recalled.
 
     The run counts in `routing.stats()` like any other. Compiled models run uncompiled here.
@@ -70,4 +81,5 @@ def _layer_trace(call: RouterCall) -> LayerTrace:
         confidence=call.confidence.cpu(),
         before=call.before.cpu(),
         after=call.after.cpu(),
+        change=(call.mixed.float() - call.logits.float()).cpu(),
     )

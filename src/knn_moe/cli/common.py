@@ -21,7 +21,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from knn_moe.errors import ModelError, ModelTooLargeError
+from knn_moe.errors import ConfigError, ModelError, ModelTooLargeError
 
 log = Console(stderr=True, highlight=False)
 
@@ -116,6 +116,30 @@ def load_model(name: str, device_name: str | None, dtype: str) -> tuple[Any, Any
     if not tokenizer.get_vocab():
         raise ModelError(f"{name!r} has no tokenizer: its vocabulary is empty.")
     return model, tokenizer
+
+
+def read_prompt(tokenizer: Any, prompt: str, chat: bool, device: Any) -> dict[str, Any]:
+    """What `generate` takes of a prompt, by way of the chat template if `chat`."""
+    if chat and tokenizer.chat_template is None:
+        raise ModelError("The model has no chat template: leave out --chat.")
+    if chat:
+        messages = [{"role": "user", "content": prompt}]
+        inputs = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    else:
+        inputs = tokenizer(prompt, return_tensors="pt")
+    if not inputs["input_ids"].numel():
+        raise ConfigError("The prompt holds no tokens.")
+    return {name: inputs[name].to(device) for name in inputs if name != "token_type_ids"}
+
+
+def pad_token(tokenizer: Any) -> int:
+    """The one to fill up with, whether or not the tokenizer names one."""
+    chosen = (
+        tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    )
+    return int(chosen or 0)
 
 
 def load_structure(name: str) -> Any:

@@ -12,10 +12,12 @@ from knn_moe.cli.common import (
     dtype_option,
     json_option,
     load_model,
+    pad_token,
     print_json,
     print_table,
+    read_prompt,
 )
-from knn_moe.errors import ConfigError, ModelError
+from knn_moe.errors import ConfigError
 
 
 @click.command(name="generate")
@@ -93,34 +95,15 @@ def _generate(
 ) -> str:
     import torch
 
-    if chat and tokenizer.chat_template is None:
-        raise ModelError("The model has no chat template: leave out --chat.")
-    if chat:
-        messages = [{"role": "user", "content": prompt}]
-        inputs = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-    else:
-        inputs = tokenizer(prompt, return_tensors="pt")
-    if not inputs["input_ids"].numel():
-        raise ConfigError("The prompt holds no tokens.")
-    inputs = {name: value.to(network.device) for name, value in inputs.items()}
-    inputs.pop("token_type_ids", None)
+    inputs = read_prompt(tokenizer, prompt, chat, network.device)
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {}
     settings = {"do_sample": False, **sampling, "max_new_tokens": max_new_tokens}
-    output = network.generate(**inputs, **settings, pad_token_id=_pad(tokenizer))
+    output = network.generate(**inputs, **settings, pad_token_id=pad_token(tokenizer))
     text: str = tokenizer.decode(
         output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True
     )
     return text
-
-
-def _pad(tokenizer: Any) -> int:
-    chosen = (
-        tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    )
-    return int(chosen or 0)
 
 
 def _show(answer: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "calibrate": "Find out how a memory is best used.",
     "inspect": "Show what a memory holds and whose it is.",
     "generate": "Generate text with and without a memory.",
+    "explain": "Show what a memory recalled for each token of a text, and what it did.",
     "compress": "Make a memory small, and quick to search.",
     "merge": "Make one memory of several.",
     "eval": "Put benchmarks to a model, with a memory and without.",

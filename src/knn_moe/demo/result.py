@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from knn_moe.explanation import RecalledCase
 from knn_moe.stats import Comparison
 
 
@@ -48,20 +49,6 @@ class Tercile:
     perplexity: tuple[float, float]  # of the model alone: lowest and highest window
     nll: dict[str, float]  # by way, in the order of the scores
     change: dict[str, Comparison]  # by way, against zero-shot
-
-
-@dataclass(frozen=True)
-class RecalledCase:
-    """What one layer recalled for one token: the nearest case, and what it did."""
-
-    layer: int
-    before: str  # the text the case was read in, up to its own token
-    token: str  # the token it was read at
-    after: str  # the token that followed there
-    distance: float  # 1 is the layer's usual distance between neighbours
-    confidence: float  # λ
-    experts_in: tuple[int, ...]
-    experts_out: tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -57,15 +57,15 @@
       swap);
   }
 
-  function fill(data) {
+  function fill(data, heading) {
     const close = make("button", "close", "Close");
     close.type = "button";
     close.addEventListener("click", hide);
     const parts = [make("div", "top", make("p", "token", visible(data.text)), close)];
-    if (data.bars) parts.push(make("p", "said", data.change), chance(data));
-    else parts.push(make("p", "said", "The first token: nothing predicts it."));
+    parts.push(make("p", "said", data.change || "The first token: nothing predicts it."));
+    if (data.bars) parts.push(chance(data));
     if (data.cases.length) {
-      parts.push(make("h4", "", "Recalled at the token before, which predicts this one"));
+      parts.push(make("h4", "", heading));
       parts.push(make("ol", "cases", ...data.cases.map(recalled)));
     }
     panel.replaceChildren(...parts);
@@ -73,17 +73,17 @@
     panel.hidden = false;
   }
 
-  function show(token, data) {
+  function show(token, data, heading) {
     if (shown === token && !panel.hidden) return;
     if (shown) shown.classList.remove("shown", "kept");
     shown = token;
     token.classList.add("shown");
-    fill(data);
+    fill(data, heading);
   }
 
-  function keep(token, data) {
+  function keep(token, data, heading) {
     const same = kept && shown === token;
-    show(token, data);
+    show(token, data, heading);
     kept = !same;
     token.classList.toggle("kept", kept);
     if (narrow.matches) token.scrollIntoView({ block: "nearest" });
@@ -104,6 +104,7 @@
 
   function prepare(passage) {
     const data = JSON.parse(passage.querySelector("script").textContent);
+    const heading = passage.dataset.recalled;
     const tokens = [...passage.querySelectorAll(".text .t")];
     // One stop for the Tab key per passage; arrows move inside it.
     const move = (from, to) => {
@@ -117,12 +118,12 @@
       token.setAttribute("role", "button");
       token.setAttribute("aria-controls", "panel");
       if (!token.textContent.trim()) token.setAttribute("aria-label", visible(data[i].text));
-      token.addEventListener("mouseenter", () => { if (!kept) show(token, data[i]); });
-      token.addEventListener("focus", () => { if (token.matches(":focus-visible")) { kept = false; show(token, data[i]); } });
-      token.addEventListener("click", () => keep(token, data[i]));
+      token.addEventListener("mouseenter", () => { if (!kept) show(token, data[i], heading); });
+      token.addEventListener("focus", () => { if (token.matches(":focus-visible")) { kept = false; show(token, data[i], heading); } });
+      token.addEventListener("click", () => keep(token, data[i], heading));
       token.addEventListener("keydown", (event) => {
         const to = { ArrowLeft: i - 1, ArrowRight: i + 1, Home: 0, End: tokens.length - 1 }[event.key];
-        if (event.key === "Enter" || event.key === " ") keep(token, data[i]);
+        if (event.key === "Enter" || event.key === " ") keep(token, data[i], heading);
         else if (to !== undefined) move(i, to);
         else return;
         event.preventDefault();

@@ -6,10 +6,12 @@ Knows which change of likelihood is worth a colour; nothing of HTML.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from knn_moe.demo.result import Passage, PassageToken, RecalledCase
+from knn_moe.demo.result import Passage, PassageToken
+from knn_moe.explanation import RecalledCase
 from knn_moe.report import words
 
 # A token takes the next colour when it became this many times likelier, or less likely.
@@ -40,7 +42,7 @@ def show_passage(passage: Passage) -> ShownPassage:
 
 
 def show_token(token: PassageToken) -> ShownToken:
-    panel: dict[str, Any] = {"text": token.text, "cases": [_case(case) for case in token.cases]}
+    panel: dict[str, Any] = {"text": token.text, "cases": [show_case(case) for case in token.cases]}
     step = 0
     if token.nll_before is not None and token.nll_after is not None:
         step = level(token.nll_before, token.nll_after)
@@ -50,10 +52,15 @@ def show_token(token: PassageToken) -> ShownToken:
             "change": words.likelier(token.nll_before, token.nll_after),
             "bars": [_share(token.nll_before), _share(token.nll_after)],
         }
-    classes = ["t", *([f"{'up' if step > 0 else 'down'}-{abs(step)}"] if step else [])]
-    if not token.text.strip() and "\n" in token.text:
-        classes.append("newline")
-    return ShownToken(token.text, " ".join(classes), panel)
+    return ShownToken(token.text, classes(token.text, step), panel)
+
+
+def classes(text: str, step: int) -> str:
+    """Of a token, by its colour: from -4 to 4."""
+    names = ["t", *([f"{'up' if step > 0 else 'down'}-{abs(step)}"] if step else [])]
+    if not text.strip() and "\n" in text:
+        names.append("newline")
+    return " ".join(names)
 
 
 def level(before: float, after: float) -> int:
@@ -69,7 +76,8 @@ def _share(nll: float) -> float:
     return round(value, 4) if math.isfinite(value) else 0.0
 
 
-def _case(case: RecalledCase) -> dict[str, Any]:
+def show_case(case: RecalledCase) -> dict[str, Any]:
+    """What the panel says of a layer; each expert with its Δlogit."""
     return {
         "layer": case.layer,
         "before": case.before,
@@ -77,9 +85,13 @@ def _case(case: RecalledCase) -> dict[str, Any]:
         "after": case.after,
         "distance": words.PLAIN.say(case.distance),
         "confidence": words.PLAIN.say(case.confidence),
-        "in": list(case.experts_in),
-        "out": list(case.experts_out),
+        "in": _experts(case.experts_in),
+        "out": _experts(case.experts_out),
     }
+
+
+def _experts(changes: Mapping[int, float]) -> list[str]:
+    return [f"{expert} ({words.LOGITS.say(change)})" for expert, change in changes.items()]
 
 
 def _summary(passage: Passage) -> str:

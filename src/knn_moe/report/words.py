@@ -43,6 +43,7 @@ class Unit:
 PLAIN: Final = Unit(digits=2)
 NATS: Final = Unit(digits=3)
 NATS_CHANGE: Final = Unit(digits=3, signed=True)
+LOGITS: Final = Unit(digits=2, signed=True)
 SHARE: Final = Unit(digits=1, scale=100, suffix="%")
 POINTS: Final = Unit(digits=1, scale=100, suffix="pts", signed=True)
 SECONDS: Final = Unit(digits=1, suffix="s")
