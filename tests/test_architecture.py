@@ -24,7 +24,9 @@ ORDER = """
     reference routers experts intercept dense embedded identity header card storage writer
     compressed memory optimise batches drain workspace build recall compression gate hooks
     trace explanation explain reading handle stats likelihood usage controls harness
-    calibration.slices calibration.kernels calibration.fit calibration.judge calibration
+    calibration.settings calibration.slices calibration.kernels calibration.fit calibration.values
+    calibration.judge calibration.result calibration.targets calibration.trials
+    calibration.choose calibration.build calibration
     tasks.task tasks.prompts tasks.parsing tasks.sandbox_child tasks.sandbox tasks.rows
     tasks.kinds tasks.catalogue tasks.package tasks.data tasks.registry tasks
     evaluation.sample evaluation.questions evaluation.answers evaluation.reference

@@ -24,7 +24,7 @@ from knn_moe import (
     compression,
     find_routers,
 )
-from knn_moe.calibration import Calibration, CalibrationConfig
+from knn_moe.calibration import Calibration, CalibrationConfig, build_calibrated
 from knn_moe.calibration.fit import (
     Cases,
     Studied,
@@ -35,11 +35,12 @@ from knn_moe.calibration.fit import (
 )
 from knn_moe.calibration.judge import Baseline, judge
 from knn_moe.calibration.kernels import Kernels
-from knn_moe.calibration.slices import own_reference, owners, split
+from knn_moe.calibration.slices import draw, own_reference, owners, split
+from knn_moe.calibration.targets import choose_targets
 from knn_moe.calibration.values import learn_values
 from knn_moe.cli.main import main
 from knn_moe.compressed import CompressedLayer
-from knn_moe.config import LayerKernel
+from knn_moe.config import PRESETS, LayerKernel
 from knn_moe.errors import (
     CalibrationError,
     ConfigError,
@@ -347,6 +348,42 @@ def test_compressing_keeps_it_and_merging_forgets_what_it_was_worth(
     assert merged.header.calibration is None
 
 
+def test_targets_are_worth_what_a_memory_of_them_is(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, memory: RoutingMemory
+) -> None:
+    """The loss of the best way, against a memory of the sample built in that way and judged."""
+    readings = list(draw(own_reference(memory), 10_000, seed=0).readings(1024))
+    tried = choose_targets(model, find_routers(model), readings, BUILD)
+    assert [way.loss for way in tried] == sorted(way.loss for way in tried)
+    assert len({(way.gradient, way.learning_rate, way.steps) for way in tried}) == 2 * 5 * 3
+    for way in (tried[0], tried[-1]):
+        built = build_memory(model, tokenizer, sayings(40), way.of(BUILD))
+        gammas = {layer: one.gamma for layer, one in built.full_layers().items()}
+        cases = cases_of(model, built)
+        assert [each.gamma for each in cases] == list(gammas.values())
+        strong = RoutingConfig(**PRESETS["strong"]["routing"])
+        judged = judge(model, cases, Baseline.of(model, readings), strong)
+        assert way.loss == pytest.approx(judged.loss, abs=0.05)
+    assert tried[0].loss < judged.alone
+
+
+def test_a_memory_that_chooses_everything(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    folder, config = tmp_path / "memory", replace(BUILD, batch_tokens=1024)
+    memory, found = build_calibrated(model, tokenizer, sayings(40), config, QUICK, folder=folder)
+    best = found.targets[0]
+    assert (memory.build.learning_rate, memory.build.steps) == (best.learning_rate, best.steps)
+    assert memory.build.max_length == BUILD.max_length
+    again = RoutingMemory.from_pretrained(folder)
+    assert again.routing == found.routing == memory.routing
+    assert again.header.calibration == json.loads(json.dumps(found.report()))
+    assert again.layers[0].values.equal(found.apply(memory).full_layers()[0].values)
+    with pytest.raises(CalibrationError, match="5 different examples"):
+        build_calibrated(model, tokenizer, sayings(5), BUILD, QUICK, folder=tmp_path / "few")
+    assert not list(tmp_path.glob("*few*"))
+
+
 # The command
 
 
@@ -390,6 +427,22 @@ def test_the_command_writes_what_it_finds(
     shown = knn_moe("inspect", folder).stdout
     assert f"{said['change']['difference']:+.4f} nats a token" in shown
     assert "γ × to weigh" in shown
+
+
+def test_building_and_calibrating_at_once(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    network, _ = folders
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in sayings(40))
+    (tmp_path / "reference.jsonl").write_text(lines)
+    arguments = ("build", network, tmp_path / "reference.jsonl", "-o", tmp_path / "new")
+    done = knn_moe(*arguments, "--calibrate", "--json")
+    assert done.exit_code == 0, done.output
+    said = json.loads(done.stdout)
+    after = RoutingMemory.from_pretrained(tmp_path / "new")
+    assert after.header.calibration == said["calibration"]
+    assert after.build.learning_rate == said["calibration"]["targets"][0]["learning_rate"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *("memory", "model", "new", "reference.jsonl")
+    ]
 
 
 def test_the_command_refuses(folders: tuple[Path, Path], tmp_path: Path) -> None:

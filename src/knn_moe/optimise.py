@@ -10,10 +10,10 @@ Knows tensors and routers; nothing of text, files or similarity.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +49,9 @@ class LayerCases:
 
     def detached(self) -> LayerCases:
         return LayerCases(self.inputs, self.logits.detach())
+
+
+AfterStep: TypeAlias = Callable[[int, dict[int, LayerCases]], None]
 
 
 class RoutingLogits:
@@ -87,8 +90,12 @@ def optimise_routing(
     routers: list[Router],
     batch: TokenBatch,
     config: BuildConfig,
+    after_step: AfterStep | None = None,
 ) -> dict[int, LayerCases]:
-    """(router inputs, optimised logits) of every token, by layer (§4.1)."""
+    """(router inputs, optimised logits) of every token, by layer (§4.1).
+
+    `after_step` is handed the number of steps done and the logits they led to.
+    """
     layers = [RoutingLogits(router) for router in routers]
     hooks = [
         dense_gradient(model, layer.router, layer)
@@ -100,12 +107,14 @@ def optimise_routing(
         if config.steps == 0:
             with torch.no_grad():
                 summed_loss(model, batch)
-        for _ in range(config.steps):
+        for step in range(1, config.steps + 1):
             loss = summed_loss(model, batch)
             leaves = [layer.cases.logits for layer in layers]
             slopes = torch.autograd.grad(loss, leaves, allow_unused=True)
             for layer, slope in zip(layers, slopes, strict=True):
                 layer.descend(slope, config.learning_rate)
+            if after_step is not None:
+                after_step(step, {layer.router.layer: layer.cases.detached() for layer in layers})
     return {layer.router.layer: layer.cases.detached() for layer in layers}
 
 

@@ -23,6 +23,7 @@ from knn_moe.calibration.settings import CalibrationConfig
 from knn_moe.calibration.slices import own_reference
 from knn_moe.calibration.trials import OnProgress, Trial, Workbench
 from knn_moe.errors import ConfigError, ModelTooLargeError
+from knn_moe.experts import fast_experts
 from knn_moe.handle import check_belongs
 from knn_moe.intercept import forget_compiled_graphs
 from knn_moe.memory import RoutingMemory
@@ -54,7 +55,7 @@ def calibrate(
         check_belongs(model, memory)
     reference = _reference(model, memory, examples, tokenizer)
     forget_compiled_graphs()
-    with torch.inference_mode(False), _fitting_in(memory, config):
+    with torch.inference_mode(False), fast_experts(model), _fitting_in(memory, config):
         bench = Workbench(model, memory, reference, config, on_progress)
         fitted = [bench.fit_kernels(k) for k in bench.counts]
         learned = [bench.learn_values(_best(fitted), rate) for rate in config.value_rates]

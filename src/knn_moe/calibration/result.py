@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from knn_moe.calibration.judge import Judgement
-from knn_moe.config import RoutingConfig
+from knn_moe.config import BuildConfig, RoutingConfig
 from knn_moe.memory import RoutingMemory
+from knn_moe.writer import reseal
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,21 @@ class Outcome:
     change: float  # against the model alone
     low: float
     high: float
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to find better logits, and the sample's loss a token when they are recalled."""
+
+    gradient: str
+    learning_rate: float
+    steps: int
+    loss: float = float("nan")
+
+    def of(self, base: BuildConfig) -> BuildConfig:
+        return replace(
+            base, gradient=self.gradient, learning_rate=self.learning_rate, steps=self.steps
+        )
 
 
 @dataclass(frozen=True)
@@ -44,6 +61,7 @@ class Calibration:
     distances: Mapping[int, Distances]  # by layer
     values: Mapping[int, Tensor] | None  # by layer [M, N]; None: as they were
     seconds: float
+    targets: tuple[Candidate, ...] = ()  # the best first, where the build chose among some
 
     @property
     def helps(self) -> bool:
@@ -62,6 +80,7 @@ class Calibration:
             "trials": [asdict(trial) for trial in self.trials],
             "distances": {str(layer): asdict(one) for layer, one in self.distances.items()},
             "values_learned": self.values is not None,
+            "targets": [asdict(target) for target in self.targets],
             "seconds": round(self.seconds, 1),
         }
 
@@ -76,3 +95,12 @@ class Calibration:
         }
         # What lies in the memory's folder is not what this one holds.
         return replace(memory, header=header, layers=layers, folder=None)
+
+
+def write_calibrated(memory: RoutingMemory, folder: Path) -> RoutingMemory:
+    """Into the folder it was opened from: the header alone, or all of it where values changed."""
+    if memory.folder is None:
+        memory.save_pretrained(folder, overwrite=True)
+    else:
+        reseal(folder, memory.header)
+    return RoutingMemory.from_pretrained(folder, verify=False)

@@ -89,6 +89,13 @@ def split(reference: ReferenceTokens, config: CalibrationConfig) -> Parts:
     )
 
 
+def draw(reference: ReferenceTokens, most_tokens: int, seed: int) -> Slice:
+    """Windows of all examples, one of each before the second of any, of so many tokens."""
+    owner = owners(reference.provenance)
+    everything = torch.ones_like(owner, dtype=torch.bool)
+    return _draw(reference, owner, everything, most_tokens, torch.Generator().manual_seed(seed))
+
+
 def _draw(
     reference: ReferenceTokens,
     owner: Tensor,

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from knn_moe.cli.calibrate import show_calibration
 from knn_moe.cli.common import (
     device_option,
     dtype_option,
@@ -17,6 +20,12 @@ from knn_moe.cli.common import (
     progress_bar,
 )
 from knn_moe.errors import BuildError
+
+if TYPE_CHECKING:
+    from knn_moe.calibration import Calibration
+    from knn_moe.config import BuildConfig
+    from knn_moe.memory import RoutingMemory
+    from knn_moe.reference import Example
 
 
 @click.command(name="build")
@@ -32,6 +41,7 @@ from knn_moe.errors import BuildError
 @click.option("--tokens", default="all", show_default=True, help="all, or completion only.")
 @click.option("--max-length", default=2048, show_default=True, help="Tokens in a window.")
 @click.option("--batch-tokens", default=8192, show_default=True, help="Tokens in a batch.")
+@click.option("--calibrate", is_flag=True, help="Choose all of these, and how it is used, by data.")
 @click.option("--resume", is_flag=True, help="Go on where a killed build stopped.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing memory once this is whole.")
 @device_option
@@ -41,6 +51,7 @@ def command(
     model: str,
     reference: Path,
     output: Path,
+    calibrate: bool,
     resume: bool,
     overwrite: bool,
     device: str | None,
@@ -53,13 +64,14 @@ def command(
     \b
     knn-moe build allenai/OLMoE-1B-7B-0125-Instruct ref.jsonl -o memory
     knn-moe build ./my-model ref.jsonl.gz -o memory --steps 3 --learning-rate 0.5
+    knn-moe build ./my-model ref.jsonl -o memory --calibrate
     knn-moe build ./my-model ref.jsonl -o memory --resume
 
     REFERENCE is .jsonl or .jsonl.gz with "text", "prompt" and "completion", or "messages" on each
     line; or .txt, which is one text. Long texts are cut into windows. A killed build leaves
-    OUTPUT.partial, from which --resume goes on.
+    OUTPUT.partial, from which --resume goes on. --calibrate chooses η, S and the gradient on a
+    sample of REFERENCE, builds with them, and goes on as `knn-moe calibrate` does.
     """
-    from knn_moe.build import BuildProgress, build_memory
     from knn_moe.config import BuildConfig
     from knn_moe.reference import iter_examples
     from knn_moe.storage import publish, refuse_existing
@@ -71,6 +83,29 @@ def command(
     for _ in iter_examples(reference):  # a bad reference file is told before the model loads
         pass
     network, tokenizer = load_model(model, device, dtype)
+    examples = iter_examples(reference)
+    found = None
+    if calibrate:
+        memory, found = _build_calibrated(network, tokenizer, examples, config, target)
+    else:
+        memory = _build(network, tokenizer, examples, config, target)
+    if target != output:
+        publish(target, output, overwrite=True)
+    if as_json:
+        facts = {"folder": str(output), "cases": len(memory), "bytes": memory.nbytes}
+        worth = {"calibration": found.report()} if found else {}
+        print_json({**facts, "layers": sorted(memory.layers), **worth})
+    else:
+        if found:
+            show_calibration(found)
+        log.print(f"{memory!r}\n{memory.nbytes / 1e6:,.1f} MB in {output}")
+
+
+def _build(
+    model: Any, tokenizer: Any, examples: Iterable[Example], config: BuildConfig, folder: Path
+) -> RoutingMemory:
+    from knn_moe.build import BuildProgress, build_memory
+
     with progress_bar("Building") as update:
 
         def show(progress: BuildProgress) -> None:
@@ -78,16 +113,23 @@ def command(
             note = f"{rate:,.0f} tokens/s" if progress.stage == "optimise" else progress.stage
             update(progress.tokens, progress.total_tokens, note)
 
-        memory = build_memory(
-            network, tokenizer, iter_examples(reference), config, folder=target, on_progress=show
+        return build_memory(model, tokenizer, examples, config, folder=folder, on_progress=show)
+
+
+def _build_calibrated(
+    model: Any, tokenizer: Any, examples: Iterable[Example], config: BuildConfig, folder: Path
+) -> tuple[RoutingMemory, Calibration]:
+    from knn_moe.calibration import build_calibrated
+
+    with progress_bar("Building") as update:
+        return build_calibrated(
+            model,
+            tokenizer,
+            examples,
+            config,
+            folder=folder,
+            on_progress=lambda what, done, total: update(done, total, what),
         )
-    if target != output:
-        publish(target, output, overwrite=True)
-    if as_json:
-        facts = {"folder": str(output), "cases": len(memory), "bytes": memory.nbytes}
-        print_json({**facts, "layers": sorted(memory.layers)})
-    else:
-        log.print(f"{memory!r}\n{memory.nbytes / 1e6:,.1f} MB in {output}")
 
 
 def _target(output: Path, *, resume: bool, overwrite: bool) -> Path:

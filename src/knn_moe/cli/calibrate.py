@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -20,9 +20,10 @@ from knn_moe.cli.common import (
 from knn_moe.cli.inspect import KERNEL_COLUMNS, kernel_cells
 from knn_moe.errors import MemoryFormatError
 
+_SHOWN: Final = 3  # of the ways to find better logits
+
 if TYPE_CHECKING:
     from knn_moe.calibration import Calibration
-    from knn_moe.memory import RoutingMemory
 
 
 @click.command(name="calibrate")
@@ -62,7 +63,7 @@ def command(
     judge the result by. An example recalls others only, never itself. A memory that does not help
     there, beyond chance, is told to keep silent.
     """
-    from knn_moe.calibration import CalibrationConfig, calibrate
+    from knn_moe.calibration import CalibrationConfig, calibrate, write_calibrated
     from knn_moe.memory import RoutingMemory
     from knn_moe.reference import iter_examples
 
@@ -102,18 +103,14 @@ def _require_folder(memory: Path) -> None:
         )
 
 
-def write_calibrated(memory: RoutingMemory, folder: Path) -> None:
-    """Into the memory's own folder: the header alone, or all of it where values are others."""
-    from knn_moe.writer import reseal
-
-    if memory.folder is None:
-        memory.save_pretrained(folder, overwrite=True)
-    else:
-        reseal(folder, memory.header)
-
-
 def show_calibration(found: Calibration) -> None:
     """What was tried, what was chosen for each layer, and what it is worth."""
+    if found.targets:
+        ways = [
+            (f"{way.learning_rate:g}", way.steps, way.gradient, f"{way.loss:.4f}")
+            for way in found.targets[:_SHOWN]
+        ]
+        print_table("Better logits, the best ways", ("η", "S", "gradient", "loss"), ways)
     tried = [
         (
             f"{trial.name} *" if trial.name == found.chosen else trial.name,

@@ -1,0 +1,70 @@
+"""Build a memory that chooses its own settings: targets, then the cases, then their use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from torch import nn
+
+from knn_moe.build import BuildProgress, build_memory, reference_tokens
+from knn_moe.calibration.choose import calibrate
+from knn_moe.calibration.result import Calibration, write_calibrated
+from knn_moe.calibration.settings import CalibrationConfig
+from knn_moe.calibration.slices import draw, split
+from knn_moe.calibration.targets import choose_targets
+from knn_moe.calibration.trials import OnProgress
+from knn_moe.config import BuildConfig
+from knn_moe.experts import fast_experts
+from knn_moe.memory import RoutingMemory
+from knn_moe.reference import ExampleLike, iter_examples
+from knn_moe.routers import find_routers
+
+_SHARE: Final = 0.1  # of the reference set, on which ways to find better logits are tried
+_LEAST_TOKENS, _MOST_TOKENS = 2048, 8192
+
+
+def build_calibrated(
+    model: nn.Module,
+    tokenizer: Any,
+    examples: str | Path | Iterable[ExampleLike],
+    config: BuildConfig | None = None,
+    calibration: CalibrationConfig | None = None,
+    *,
+    folder: str | Path | None = None,
+    on_progress: OnProgress = lambda what, done, total: None,
+) -> tuple[RoutingMemory, Calibration]:
+    """As build_memory, with η, S, the gradient, K, values and kernels chosen by `examples`, and
+    what that was found to be worth.
+
+    Of `config` the rest is kept: which tokens, windows, batches. A kill while calibrating leaves
+    the memory as it was built in `folder`.
+    """
+    config, calibration = config or BuildConfig(), calibration or CalibrationConfig()
+    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper would trace our hooks
+    listed = list(iter_examples(examples))
+    reference = reference_tokens(model, tokenizer, listed, config)
+    split(reference, calibration)  # too few examples are told before the work
+    wanted = round(_SHARE * len(reference.provenance.stream))
+    wanted = min(max(_LEAST_TOKENS, wanted), _MOST_TOKENS)
+    readings = list(draw(reference, wanted, calibration.seed).readings(config.batch_tokens))
+    with fast_experts(model):
+        tried = choose_targets(
+            model,
+            find_routers(model),
+            readings,
+            config,
+            lambda done, total: on_progress("trying η, S and the gradient", done, total),
+        )
+
+    def show(progress: BuildProgress) -> None:
+        on_progress("building", progress.tokens, progress.total_tokens)
+
+    chosen = tried[0].of(config)
+    memory = build_memory(model, tokenizer, listed, chosen, folder=folder, on_progress=show)
+    found = calibrate(model, memory, config=calibration, on_progress=on_progress)
+    found = replace(found, targets=tuple(tried))
+    calibrated = found.apply(memory)
+    return write_calibrated(calibrated, Path(folder)) if folder else calibrated, found
