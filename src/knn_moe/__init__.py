@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from knn_moe.calibration import calibrate
     from knn_moe.compression import compress
     from knn_moe.config import BuildConfig, RoutingConfig
+    from knn_moe.controls import control
     from knn_moe.handle import attach
     from knn_moe.index.settings import IndexConfig
     from knn_moe.memory import RoutingMemory
@@ -31,6 +32,7 @@ __all__ = [
     "build_memory",
     "calibrate",
     "compress",
+    "control",
     "find_routers",
     "load_examples",
 ]
@@ -46,6 +48,7 @@ _HOMES = {
     "build_memory": "build",
     "calibrate": "calibration",
     "compress": "compression",
+    "control": "controls",
     "find_routers": "routers",
     "load_examples": "reference",
 }
