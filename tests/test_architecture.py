@@ -23,7 +23,9 @@ ORDER = """
     index.fused index config gamma
     reference routers experts intercept dense embedded identity header card storage writer
     compressed memory optimise batches drain workspace build recall compression gate hooks handle
-    stats likelihood usage controls trace harness
+    stats likelihood generation usage controls trace harness
+    labelling.agreement labelling.config labelling.prompts labelling.answers labelling.endpoint
+    labelling.label labelling
     calibration.slices calibration.kernels calibration.fit calibration.judge calibration
     tasks.task tasks.prompts tasks.parsing tasks.sandbox_child tasks.sandbox tasks.rows
     tasks.kinds tasks.catalogue tasks.package tasks.data tasks.registry tasks
@@ -116,6 +118,7 @@ def test_public_names_are_those_meant() -> None:
         "BuildConfig",
         "Example",
         "IndexConfig",
+        "LabelConfig",
         "RoutingConfig",
         "RoutingMemory",
         "attach",
@@ -124,6 +127,7 @@ def test_public_names_are_those_meant() -> None:
         "compress",
         "control",
         "find_routers",
+        "label",
         "load_examples",
     ]
     assert dir(knn_moe) == sorted([*knn_moe.__all__, "__version__"])

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from knn_moe.controls import control
     from knn_moe.handle import attach
     from knn_moe.index.settings import IndexConfig
+    from knn_moe.labelling import LabelConfig, label
     from knn_moe.memory import RoutingMemory
     from knn_moe.reference import Example, load_examples
     from knn_moe.routers import find_routers
@@ -26,6 +27,7 @@ __all__ = [
     "BuildConfig",
     "Example",
     "IndexConfig",
+    "LabelConfig",
     "RoutingConfig",
     "RoutingMemory",
     "attach",
@@ -34,6 +36,7 @@ __all__ = [
     "compress",
     "control",
     "find_routers",
+    "label",
     "load_examples",
 ]
 __version__ = "0.1.0"
@@ -42,6 +45,7 @@ _HOMES = {
     "BuildConfig": "config",
     "Example": "reference",
     "IndexConfig": "index.settings",
+    "LabelConfig": "labelling",
     "RoutingConfig": "config",
     "RoutingMemory": "memory",
     "attach": "handle",
@@ -50,6 +54,7 @@ _HOMES = {
     "compress": "compression",
     "control": "controls",
     "find_routers": "routers",
+    "label": "labelling",
     "load_examples": "reference",
 }
 
