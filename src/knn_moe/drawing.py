@@ -42,5 +42,5 @@ def _stirred(numbers: Tensor) -> Tensor:
 
 def _shifted(numbers: Tensor, places: int) -> Tensor:
     """To the right, zeros coming in from the left."""
-    shifted: Tensor = numbers >> places
-    return shifted & (2 ** (64 - places) - 1)
+    shifted: Tensor = (numbers >> places) & (2 ** (64 - places) - 1)
+    return shifted

@@ -36,7 +36,7 @@ class Prompt:
                 raise ReferenceSetError("is empty")
             return cls(text=item)
         if is_chat(item):
-            messages: tuple[Mapping[str, Any], ...] = tuple(item)
+            messages: tuple[Any, ...] = tuple(item)
             if messages[-1]["role"] == "assistant":
                 raise ReferenceSetError("ends with an answer already: it needs no label")
             return cls(messages=messages)
