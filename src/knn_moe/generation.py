@@ -47,11 +47,3 @@ def continued(
         **drawn,
     )
     return written[:, longest:]
-
-
-def positions(model: Any) -> int | None:
-    """How many tokens the model can read; None: it does not say."""
-    settings: Any = getattr(model, "config", None)
-    if hasattr(settings, "get_text_config"):
-        settings = settings.get_text_config()
-    return getattr(settings, "max_position_embeddings", None)

@@ -11,10 +11,11 @@ from typing import Any, TypeAlias
 import torch
 
 from knn_moe.errors import LabelError
-from knn_moe.generation import continued, positions
+from knn_moe.generation import continued
 from knn_moe.labelling.config import LabelConfig
 from knn_moe.likelihood import mean_losses
 from knn_moe.reference import Example, tokenise
+from knn_moe.routers import positions
 
 OnDone: TypeAlias = Callable[[int], None]  # prompts done so far
 
