@@ -67,8 +67,7 @@ def by_generation(model: nn.Module, tokenizer: Any, task: Task, max_new_tokens: 
 
     def answer(batch: Sequence[Question], number: int) -> list[Sample]:
         losses = mean_losses(model, [question.ids for question in batch]).tolist()
-        written = continued(model, tokenizer, [each.ids for each in batch], max_new_tokens)
-        outputs: list[str] = tokenizer.batch_decode(written, skip_special_tokens=True)
+        outputs = _generate(model, tokenizer, [question.ids for question in batch], max_new_tokens)
         samples = []
         for question, output, loss in zip(batch, outputs, losses, strict=True):
             verdict = task.kind.judge(output, question.row)
@@ -89,6 +88,14 @@ def by_generation(model: nn.Module, tokenizer: Any, task: Task, max_new_tokens: 
         return samples
 
     return answer
+
+
+def _generate(
+    model: nn.Module, tokenizer: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int
+) -> list[str]:
+    written = continued(model, tokenizer, prompts, max_new_tokens)
+    outputs: list[str] = tokenizer.batch_decode(written, skip_special_tokens=True)
+    return outputs
 
 
 def by_token(model: nn.Module) -> Answer:
