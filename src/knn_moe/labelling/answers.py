@@ -15,7 +15,7 @@ from knn_moe.generation import continued
 from knn_moe.labelling.config import LabelConfig
 from knn_moe.likelihood import mean_losses
 from knn_moe.reference import Example, tokenise
-from knn_moe.routers import positions
+from knn_moe.routers import input_device, positions
 
 OnDone: TypeAlias = Callable[[int], None]  # prompts done so far
 
@@ -35,7 +35,8 @@ def answers_of(
     answers: list[list[str]] = [[] for _ in prompts]
     done, count = 0, config.drawn
     temperature = config.temperature if count > 1 else 0.0
-    with torch.random.fork_rng():
+    device = input_device(model)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(config.seed)
         for places in _batches(prompts, max(1, config.batch_size // count)):
             asked = [prompts[place] for place in places]
