@@ -17,13 +17,15 @@ ROOT = Path(knn_moe.__file__).parent
 
 # Each room may import only from rooms above it.
 ORDER = """
-    errors similarity mixing provenance
+    errors similarity mixing drawing provenance
     index.settings index.protocol index.exact index.others index.packing index.partition index.grid
     index.scan index.values index.fast index.faiss index.kernels index.parts index.launch
     index.fused index config gamma
     reference routers experts intercept dense embedded identity header card storage writer
     compressed memory optimise batches drain workspace build recall compression gate hooks
-    trace explanation explain reading handle stats likelihood usage controls harness
+    trace explanation explain reading handle stats likelihood generation usage controls harness
+    labelling.agreement labelling.config labelling.prompts labelling.answers labelling.endpoint
+    labelling.label labelling
     calibration.settings calibration.slices calibration.kernels calibration.fit calibration.values
     calibration.judge calibration.result calibration.targets calibration.trials
     calibration.choose calibration.build calibration
@@ -118,13 +120,16 @@ def test_public_names_are_those_meant() -> None:
         "BuildConfig",
         "Example",
         "IndexConfig",
+        "LabelConfig",
         "RoutingConfig",
         "RoutingMemory",
         "attach",
         "build_memory",
         "calibrate",
         "compress",
+        "control",
         "find_routers",
+        "label",
         "load_examples",
     ]
     assert dir(knn_moe) == sorted([*knn_moe.__all__, "__version__"])

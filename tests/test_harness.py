@@ -275,6 +275,10 @@ def test_a_missing_harness_names_its_cure(monkeypatch: pytest.MonkeyPatch) -> No
 def test_settings_are_refused_before_the_model_is_loaded(remembered: str) -> None:
     with pytest.raises(ConfigError, match="Unknown index 'fats'"):
         KnnMoeLM("no/such-model", memory=remembered, index="fats")
+    with pytest.raises(ConfigError, match=r"Unknown control 'randon'. Did you mean 'random'"):
+        KnnMoeLM("no/such-model", memory=remembered, control="randon")
+    with pytest.raises(ConfigError, match="control of no memory: give memory="):
+        KnnMoeLM("no/such-model", control="random")
     with pytest.raises(ConfigError, match="k, index of no memory: give memory="):
         KnnMoeLM("no/such-model", k=1, index="fast")
     with pytest.raises(MemoryFormatError, match="No memory at 'no/such-memory'"):

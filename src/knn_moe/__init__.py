@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from knn_moe.calibration import calibrate
     from knn_moe.compression import compress
     from knn_moe.config import BuildConfig, RoutingConfig
+    from knn_moe.controls import control
     from knn_moe.handle import attach
     from knn_moe.index.settings import IndexConfig
+    from knn_moe.labelling import LabelConfig, label
     from knn_moe.memory import RoutingMemory
     from knn_moe.reference import Example, load_examples
     from knn_moe.routers import find_routers
@@ -25,13 +27,16 @@ __all__ = [
     "BuildConfig",
     "Example",
     "IndexConfig",
+    "LabelConfig",
     "RoutingConfig",
     "RoutingMemory",
     "attach",
     "build_memory",
     "calibrate",
     "compress",
+    "control",
     "find_routers",
+    "label",
     "load_examples",
 ]
 __version__ = "0.1.0"
@@ -40,13 +45,16 @@ _HOMES = {
     "BuildConfig": "config",
     "Example": "reference",
     "IndexConfig": "index.settings",
+    "LabelConfig": "labelling",
     "RoutingConfig": "config",
     "RoutingMemory": "memory",
     "attach": "handle",
     "build_memory": "build",
     "calibrate": "calibration",
     "compress": "compression",
+    "control": "controls",
     "find_routers": "routers",
+    "label": "labelling",
     "load_examples": "reference",
 }
 

@@ -30,7 +30,7 @@ from knn_moe.intercept import forget_compiled_graphs, hook_on
 from knn_moe.memory import RoutingMemory
 from knn_moe.optimise import frozen, optimise_routing
 from knn_moe.reference import Example, ExampleLike, iter_examples
-from knn_moe.routers import Router, find_routers, input_device, unwrap
+from knn_moe.routers import Router, find_routers, input_device, positions, unwrap
 from knn_moe.storage import TemporaryFolder, refuse_existing
 from knn_moe.workspace import Workspace
 from knn_moe.writer import LayerShape
@@ -167,10 +167,7 @@ def reference_tokens(
 
 def _window(model: nn.Module, config: BuildConfig) -> int:
     """Tokens in a window: no more than the model has positions for."""
-    settings: Any = getattr(model, "config", None)
-    if hasattr(settings, "get_text_config"):
-        settings = settings.get_text_config()
-    return min(config.max_length, getattr(settings, "max_position_embeddings", config.max_length))
+    return min(config.max_length, positions(model) or config.max_length)
 
 
 def _check_vocabulary(model: nn.Module, reference: ReferenceTokens) -> None:

@@ -111,6 +111,8 @@ class RoutingConfig:
     # remembered ("confidence"): see gate.py. None: no token.
     gate: str | None = None
     gate_share: float = 1 / 3  # of the memory's cases, by their entropy; or λ itself, at most
+    # A control (controls.py): K cases drawn at random, by this seed, stand in for the K nearest.
+    drawn: int | None = None
 
     def __post_init__(self) -> None:
         _check_count("k", self.k, 1)
@@ -130,6 +132,8 @@ class RoutingConfig:
             raise ConfigError(_unknown("gate", self.gate, GATES))
         if not 0 <= self.gate_share <= 1:
             raise ConfigError(f"gate_share must be from 0 to 1, got {self.gate_share}.")
+        if self.drawn is not None:
+            _check_count("drawn", self.drawn, 0)
         if self.layers is not None:
             layers = tuple(dict.fromkeys(self.layers)) if isinstance(self.layers, Iterable) else ()
             if not layers or not all(isinstance(layer, int) for layer in layers):

@@ -3,6 +3,7 @@
 KnnMoeError
 ├── ConfigError              a setting outside its range
 ├── ReferenceSetError        the reference set cannot be read or holds nothing
+├── LabelError               prompts cannot be labelled, or a judge cannot be asked
 ├── TaskError                no such benchmark, or not in the form one has
 │   └── TaskDataError            its rows cannot be had, or its reference is in its test
 ├── RunError                 results of an evaluation cannot be written or read
@@ -32,6 +33,10 @@ class ConfigError(KnnMoeError, ValueError):
 
 class ReferenceSetError(KnnMoeError, ValueError):
     """The reference set cannot be read, or holds nothing."""
+
+
+class LabelError(KnnMoeError):
+    """Prompts cannot be labelled, or a judge cannot be asked."""
 
 
 class TaskError(KnnMoeError, ValueError):

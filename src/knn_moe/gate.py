@@ -101,7 +101,8 @@ def own_logits(router: Router, keys: Tensor) -> Tensor:
     if mode.logits is None:
         raise UnsupportedModelError(
             f"Router {router.name!r} computed its logits without torch.nn.functional.linear, so "
-            f"gate='entropy' cannot measure them: leave the gate out."
+            f"what it gives a key cannot be told: leave out gate='entropy', or take another "
+            f"control than 'own-logits'."
         )
     return mode.logits
 

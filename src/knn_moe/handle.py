@@ -42,6 +42,11 @@ def attach(
     own is used. `force` attaches a memory that was built for another model of the same shape.
     """
     config = config or memory.routing
+    if config.drawn is None and memory.routing.drawn is not None:
+        raise ConfigError(
+            "This memory is a control, used with cases drawn at random, and the config given would "
+            "recall the nearest: give it as dataclasses.replace(memory.routing, …)."
+        )
     routers = find_routers(model)
     if not force:
         check_belongs(model, memory)

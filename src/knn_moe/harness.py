@@ -16,6 +16,8 @@ from dataclasses import replace
 from typing import Any
 
 from knn_moe.config import RoutingConfig
+from knn_moe.controls import control as controlled
+from knn_moe.controls import control_named
 from knn_moe.embedded import embedded_model
 from knn_moe.errors import ConfigError, KnnMoeError, MissingDependencyError
 from knn_moe.handle import Routing, attach
@@ -36,7 +38,8 @@ class KnnMoeLM(HFLM):  # type: ignore[misc]
     """A Hugging Face model that leans on a memory until it is deleted or `routing` detached.
 
     `memory`: a folder or a hub id; without one, the base model. How it is used is the memory's own
-    unless said otherwise. Everything else is HFLM's.
+    unless said otherwise; `control` takes one thing from it (controls.py). Everything else is
+    HFLM's.
     """
 
     routing: Routing | None
@@ -49,27 +52,37 @@ class KnnMoeLM(HFLM):  # type: ignore[misc]
         gamma: float | None = None,
         similarity: str | None = None,
         index: str | None = None,
+        control: str | None = None,
         **rest: Any,
     ) -> None:
         # Before the weights are read, which may take minutes.
-        opened, config = _open(memory, k=k, gamma=gamma, similarity=similarity, index=index)
+        settings = {"k": k, "gamma": gamma, "similarity": similarity, "index": index}
+        opened, config = _open(memory, control, **settings)
         if isinstance(pretrained, str):
             pretrained = embedded_model(pretrained)
         super().__init__(pretrained, **rest)
         self.routing = None
-        if opened is not None:
+        if opened is not None and config is not None:
+            if control is not None:
+                opened = controlled(opened, control, self.model)
+                config = replace(config, drawn=opened.routing.drawn)
             self.routing = attach(self.model, opened, config)
             weakref.finalize(self, self.routing.detach).atexit = False
 
 
-def _open(source: str | None, **settings: Any) -> tuple[RoutingMemory | None, RoutingConfig | None]:
+def _open(
+    source: str | None, control: str | None, **settings: Any
+) -> tuple[RoutingMemory | None, RoutingConfig | None]:
     """The memory, and its own routing with the settings that are not None in its place."""
     chosen = {name: value for name, value in settings.items() if value is not None}
+    if control is not None:
+        control_named(control)
     if source is not None:
         memory = RoutingMemory.from_pretrained(source)
         return memory, replace(memory.routing, **chosen)
-    if chosen:
-        raise ConfigError(f"{', '.join(chosen)} of no memory: give memory=… as well.")
+    named = [*chosen, *(["control"] if control is not None else [])]
+    if named:
+        raise ConfigError(f"{', '.join(named)} of no memory: give memory=… as well.")
     return None, None
 
 

@@ -144,16 +144,20 @@ def _rest(model: nn.Module, context: Tensor, options: Tensor, cache: Any, rows: 
 
 
 @torch.no_grad()
-def mean_losses(model: nn.Module, texts: Sequence[Sequence[int]]) -> Tensor:
-    """The mean loss of each text's tokens but the first, NaN for one token: one batch, padded on
-    the right. Shapes: ids of T_b tokens each → [B] fp32, on the CPU."""
+def mean_losses(
+    model: nn.Module, texts: Sequence[Sequence[int]], begin: Sequence[int] | None = None
+) -> Tensor:
+    """The mean loss of each text's tokens from its `begin` on, or all but the first; NaN for none:
+    one batch, padded on the right. Shapes: ids of T_b tokens each → [B] fp32, on the CPU."""
     longest = max(map(len, texts))
     ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])
     ids = ids.to(input_device(model))
     losses = _losses(model(ids, use_cache=False).logits[:, :-1], ids[:, 1:]).cpu()
-    sizes = torch.tensor([len(text) - 1 for text in texts])
-    inside = torch.arange(longest - 1) < sizes[:, None]
-    return losses.masked_fill(~inside, 0.0).sum(dim=1) / sizes
+    first = torch.tensor([max(place, 1) - 1 for place in begin or [1] * len(texts)])[:, None]
+    last = torch.tensor([len(text) - 1 for text in texts])[:, None]
+    place = torch.arange(longest - 1)
+    inside = (place >= first) & (place < last)
+    return losses.masked_fill(~inside, 0.0).sum(dim=1) / (last - first).squeeze(1)
 
 
 def _repeatable(cache: Any) -> bool:

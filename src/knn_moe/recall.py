@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from knn_moe.compressed import CompressedLayer
 from knn_moe.config import RoutingConfig
+from knn_moe.drawing import draw_cases
 from knn_moe.errors import ConfigError
 from knn_moe.gamma import estimate_gamma
 from knn_moe.index import FastIndex, IndexConfig, KeyIndex, build_index, load_index
@@ -64,7 +65,9 @@ class LayerRecall(nn.Module):
         super().__init__()
         self.similarity = SIMILARITIES[config.similarity]
         self.kernel = kernel
-        self.k = min(config.k, len(layer))
+        self.cases = len(layer)
+        self.k = min(config.k, self.cases)
+        self.drawn = config.drawn
         self.dtype = layer.shape.dtype
         self.index, values = open_layer(layer, config, device)
         for name, number in kernel._asdict().items():
@@ -86,7 +89,7 @@ class LayerRecall(nn.Module):
         kernel = torch.stack([self.gamma, self.confidence_gamma, self.trust])
         fused = Fused(index, values, kernel, Settings(self.k, index.probes, cosine, top))
         index.finder = fused.search
-        if index.keys is None:
+        if index.keys is None and self.drawn is None:
             self.fused = fused
 
     def forward(
@@ -104,7 +107,7 @@ class LayerRecall(nn.Module):
         if self.fused is not None:
             counted = self.uncounted if counts is None else counts
             return self.fused.forward(self._queries(inputs), logits, counted, real)
-        squared_distance, places = self.index.search(self._queries(inputs), self.k)
+        squared_distance, places = self._recalled(inputs)
         log_similarity = self.log_similarity(squared_distance)
         proposal = propose_logits(self._values(places), log_similarity)
         weight = self.confidence(squared_distance)
@@ -121,11 +124,12 @@ class LayerRecall(nn.Module):
         return self.fused is not None and self.fused.settings.top > 0
 
     def nearest(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """The K nearest cases, nearest first: d² of prepared vectors, and rows of the memory.
+        """The K nearest cases, nearest first: d² of prepared vectors, and rows of the memory; if
+        cases are drawn, the rows of those.
 
         Shapes: inputs [T, d] → [T, K] fp32, [T, K] int64.
         """
-        squared_distance, places = self.index.search(self._queries(inputs), self.k)
+        squared_distance, places = self._recalled(inputs)
         return squared_distance, rows_of(self.index, places)
 
     def log_similarity(self, squared_distance: Tensor) -> Tensor:
@@ -136,6 +140,17 @@ class LayerRecall(nn.Module):
         """λ of each token. Shapes: [T, K] → [T], in [0, 1]."""
         log_similarity = self.similarity.log(squared_distance, self.confidence_gamma)
         return self.trust * confidence(log_similarity)
+
+    def _recalled(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """d² of the K nearest cases, and the places of those recalled: theirs, if none are drawn.
+
+        Shapes: inputs [T, d] → [T, K] fp32, [T, K] int64.
+        """
+        queries = self._queries(inputs)
+        squared_distance, places = self.index.search(queries, self.k)
+        if self.drawn is not None:
+            places = draw_cases(queries, self.k, self.cases, self.drawn)
+        return squared_distance, places
 
     def _queries(self, inputs: Tensor) -> Tensor:
         return self.similarity.prepare(inputs.to(self.dtype))

@@ -38,7 +38,7 @@ class Example:
             return cls(completion=item)
         if isinstance(item, Mapping):
             return cls._of_mapping(item)
-        if _is_chat(item):
+        if is_chat(item):
             return cls(messages=tuple(item))  # type: ignore[arg-type]  # just checked
         raise ReferenceSetError(
             f"must be a text, a mapping with {_FIELDS}, or chat messages; got {type(item).__name__}"
@@ -47,11 +47,11 @@ class Example:
     @classmethod
     def _of_mapping(cls, item: Mapping[str, Any]) -> Example:
         prompt, completion = item.get("prompt"), item.get("completion")
-        if _is_chat(item.get("messages")):
+        if is_chat(item.get("messages")):
             return cls(messages=tuple(item["messages"]))
         if isinstance(prompt, str) and isinstance(completion, str):
             return cls(prompt, completion)
-        if _is_chat(prompt) and _is_chat(completion):
+        if is_chat(prompt) and is_chat(completion):
             return cls(messages=(*item["prompt"], *item["completion"]))
         if isinstance(item.get("text"), str):
             return cls(completion=item["text"])
@@ -62,7 +62,8 @@ class Example:
 ExampleLike: TypeAlias = Example | str | Mapping[str, Any] | Sequence[Any]
 
 
-def _is_chat(item: object) -> bool:
+def is_chat(item: object) -> bool:
+    """Whether it is messages, each with its role and content."""
     return (
         isinstance(item, Sequence)
         and len(item) > 0
@@ -163,15 +164,17 @@ def tokenise(example: Example, tokenizer: Any) -> Tokens:
 
 def _tokenise_messages(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> Tokens:
     """Through the model's chat template; the last assistant turn is the completion."""
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise ReferenceSetError(
-            "The examples are chat messages, but the tokenizer has no chat template. "
-            "Give prompt and completion instead, or set tokenizer.chat_template."
-        )
     ids = _apply_template(tokenizer, messages, generation=False)
     if messages[-1]["role"] != "assistant":
         return Tokens(ids, len(ids))
     return Tokens(ids, _shared(ids, _apply_template(tokenizer, messages[:-1], generation=True)))
+
+
+def tokenise_prompt(prompt: str | Sequence[Mapping[str, Any]], tokenizer: Any) -> list[int]:
+    """Of a prompt whose completion is still to come: a text, or chat messages to be answered."""
+    if isinstance(prompt, str):
+        return list(tokenizer(prompt)["input_ids"])
+    return _apply_template(tokenizer, prompt, generation=True)
 
 
 def _shared(ids: Sequence[int], prompt: Sequence[int]) -> int:
@@ -185,6 +188,11 @@ def _apply_template(
 ) -> list[int]:
     if not messages:
         return []
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ReferenceSetError(
+            "The examples are chat messages, but the tokenizer has no chat template. "
+            "Give prompt and completion instead, or set tokenizer.chat_template."
+        )
     from jinja2 import TemplateError
 
     try:

@@ -81,6 +81,14 @@ def run_device(module: nn.Module) -> torch.device:
     return weight.device
 
 
+def positions(model: nn.Module) -> int | None:
+    """How many tokens the model can read; None: it does not say."""
+    settings: Any = getattr(model, "config", None)
+    if hasattr(settings, "get_text_config"):
+        settings = settings.get_text_config()
+    return getattr(settings, "max_position_embeddings", None)
+
+
 def input_device(model: nn.Module) -> torch.device:
     """Where token ids go: where the embedding runs."""
     return run_device(unwrap(model).get_input_embeddings())

@@ -162,8 +162,12 @@ def describe_file(path: Path) -> dict[str, Any]:
 def write_whole(path: Path, text: str) -> None:
     """Written beside and renamed: what is there is whole, or what was there before."""
     scratch = path.with_name(f"{path.name}.new")
-    scratch.write_text(text, encoding="utf8")
-    scratch.replace(path)
+    try:
+        scratch.write_text(text, encoding="utf8")
+        scratch.replace(path)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:

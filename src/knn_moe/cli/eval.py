@@ -38,6 +38,13 @@ DEFAULT = ("zero-shot", "knn")
     multiple=True,
     help="See --list. May be repeated. Default: zero-shot and knn.",
 )
+@click.option(
+    "--control",
+    "controls",
+    multiple=True,
+    help="Also knn with one thing taken from its memory: shuffled, random or own-logits. May be "
+    "repeated; the same as -m knn-CONTROL.",
+)
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder of runs.")
 @click.option("--memory", help="For knn: a folder or hub id. Default: of the task's reference.")
 @click.option("--preset", default="strong", show_default=True, help="Of the memory, if built here.")
@@ -64,6 +71,7 @@ def command(
     model: str | None,
     tasks: tuple[str, ...],
     methods: tuple[str, ...],
+    controls: tuple[str, ...],
     output: Path | None,
     list_tasks: bool,
     as_json: bool,
@@ -76,6 +84,7 @@ def command(
     knn-moe eval tiny-olmoe -t arc_easy -m zero-shot -m knn -o runs
     knn-moe eval ./my-model -t medmcqa -t mmlu --memory memory -o runs --limit 500
     knn-moe eval ./my-model -t questions.jsonl -o runs --scoring likelihood
+    knn-moe eval tiny-olmoe -t text_medical -o runs --control shuffled --control random
 
     Without --memory, knn remembers the task's own reference set, which is never asked. Then:
     knn-moe compare runs --against zero-shot. On a CPU, --dtype auto is float32.
@@ -89,13 +98,23 @@ def command(
         raise click.UsageError("Choose one of --resume and --overwrite.")
     if options["reference"] and options["memory"]:
         raise click.UsageError("--reference is of a memory built here, and --memory gives one.")
-    runs = _evaluate(model, tasks, tuple(dict.fromkeys(methods or DEFAULT)), output, options)
+    named = tuple(dict.fromkeys([*(methods or DEFAULT), *_controls(controls)]))
+    runs = _evaluate(model, tasks, named, output, options)
     if as_json:
         print_json([{**run.facts, "score": _mean(run)} for run in runs])
         return
     from knn_moe.cli.compare import show_runs
 
     show_runs(runs, DEFAULT[0])
+
+
+def _controls(names: tuple[str, ...]) -> list[str]:
+    """The methods that these controls are."""
+    from knn_moe.controls import control_named
+
+    for name in names:
+        control_named(name)
+    return [f"knn-{name}" for name in names]
 
 
 def _evaluate(

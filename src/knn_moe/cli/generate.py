@@ -34,6 +34,7 @@ from knn_moe.errors import ConfigError
 )
 @click.option("--seed", default=0, show_default=True, help="For sampling.")
 @click.option("-k", "neighbours", type=int, help="Neighbours recalled. Default: the memory's own.")
+@click.option("--control", help="Take one thing from the memory: shuffled, random or own-logits.")
 @click.option("--compare", is_flag=True, help="Also generate without the memory.")
 @click.option("--chat", is_flag=True, help="Put the prompt through the model's chat template.")
 @click.option("--force", is_flag=True, help="Use a memory that was built for another model.")
@@ -45,6 +46,7 @@ def command(
     prompt: str,
     memory: str | None,
     neighbours: int | None,
+    control: str | None,
     compare: bool,
     force: bool,
     device: str | None,
@@ -57,6 +59,7 @@ def command(
     \b
     knn-moe generate ./my-model "A fever is" --memory memory
     knn-moe generate ./my-model "A fever is" --memory memory --compare --json
+    knn-moe generate ./my-model "A fever is" --memory memory --control shuffled
     """
     from dataclasses import replace
 
@@ -65,6 +68,8 @@ def command(
 
     if compare and memory is None:
         raise ConfigError("--compare needs a --memory to compare with.")
+    if control is not None:
+        _check_control(control, memory)
     opened = RoutingMemory.from_pretrained(memory) if memory is not None else None
     network, tokenizer = load_model(model, device, dtype)
     answer: dict[str, Any] = {"prompt": prompt}
@@ -73,6 +78,8 @@ def command(
             network, tokenizer, prompt, **options
         )
     if opened is not None:
+        if control is not None:
+            opened = _controlled(opened, control, network, options["seed"], force=force)
         config = opened.routing if neighbours is None else replace(opened.routing, k=neighbours)
         with attach(network, opened, config, force=force) as routing:
             answer["text"] = _generate(network, tokenizer, prompt, **options)
@@ -81,6 +88,21 @@ def command(
         print_json(answer)
     else:
         _show(answer)
+
+
+def _check_control(name: str, memory: str | None) -> None:
+    """Told before the model loads."""
+    from knn_moe.controls import control_named
+
+    control_named(name)
+    if memory is None:
+        raise ConfigError("--control needs a --memory to take something from.")
+
+
+def _controlled(memory: Any, name: str, network: Any, seed: int, *, force: bool) -> Any:
+    from knn_moe.controls import control
+
+    return control(memory, name, network, seed=seed, force=force)
 
 
 def _generate(

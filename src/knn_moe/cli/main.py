@@ -16,6 +16,7 @@ from knn_moe.errors import KnnMoeError
 # command, a module of this package → its line in the list
 COMMANDS: Final[Mapping[str, str]] = {
     "routers": "Show which routers of a model a memory would touch.",
+    "label": "Make a reference set of prompts that have no answers.",
     "build": "Build a memory from a reference set.",
     "calibrate": "Find out how a memory is best used.",
     "inspect": "Show what a memory holds and whose it is.",

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from knn_moe.errors import ModelError
 from knn_moe.evaluation.questions import Question, choice_tensors
 from knn_moe.evaluation.sample import Sample
+from knn_moe.generation import continued
 from knn_moe.likelihood import choice_scores, mean_losses, token_losses
-from knn_moe.routers import input_device
 from knn_moe.tasks.kinds import Choice
 from knn_moe.tasks.prompts import LETTERS
 from knn_moe.tasks.task import Task
@@ -90,26 +90,11 @@ def by_generation(model: nn.Module, tokenizer: Any, task: Task, max_new_tokens: 
     return answer
 
 
-@torch.no_grad()
 def _generate(
-    model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int
+    model: nn.Module, tokenizer: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int
 ) -> list[str]:
-    """Prompts are padded on the left, under a mask."""
-    padding = tokenizer.pad_token_id
-    padding = tokenizer.eos_token_id if padding is None else padding
-    longest = max(map(len, prompts))
-    ids = [[padding or 0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
-    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    device = input_device(model)
-    written = model.generate(
-        input_ids=torch.tensor(ids, device=device),
-        attention_mask=torch.tensor(mask, device=device),
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        num_beams=1,
-        pad_token_id=padding or 0,
-    )
-    outputs: list[str] = tokenizer.batch_decode(written[:, longest:], skip_special_tokens=True)
+    written = continued(model, tokenizer, prompts, max_new_tokens)
+    outputs: list[str] = tokenizer.batch_decode(written, skip_special_tokens=True)
     return outputs
 
 

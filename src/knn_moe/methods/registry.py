@@ -51,6 +51,11 @@ METHODS: Final = {
     "knn-ivfpq": Entry("kNN-MoE (IVFPQ)", "knn_moe:prepare_ivfpq", MEMORY, package="faiss"),
     "knn-selective": Entry("kNN-MoE (Selective)", "selective:prepare_selective", MEMORY),
     "knn-gated": Entry("kNN-MoE (gated by entropy)", "selective:prepare_gated", MEMORY),
+    "knn-shuffled": Entry("Control: values shuffled", "controls:prepare_shuffled", MEMORY),
+    "knn-random": Entry("Control: random neighbours", "controls:prepare_random", MEMORY),
+    "knn-own-logits": Entry(
+        "Control: the router's own logits", "controls:prepare_own_logits", MEMORY
+    ),
     "c3po": Entry("C3PO (NGD)", "c3po:prepare_ngd", texts=False, package=_EMBEDDING),
     "c3po-kernel": Entry(
         "C3PO (kernel regression)",
