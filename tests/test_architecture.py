@@ -25,6 +25,7 @@ ORDER = """
     compressed memory optimise batches drain workspace build recall compression gate hooks handle
     stats likelihood usage controls trace harness
     calibration.slices calibration.kernels calibration.fit calibration.judge calibration
+    pruning.recalled pruning.by_loss pruning.by_values pruning
     tasks.task tasks.prompts tasks.parsing tasks.sandbox_child tasks.sandbox tasks.rows
     tasks.kinds tasks.catalogue tasks.package tasks.data tasks.registry tasks
     evaluation.sample evaluation.questions evaluation.answers evaluation.reference
@@ -124,6 +125,7 @@ def test_public_names_are_those_meant() -> None:
         "compress",
         "find_routers",
         "load_examples",
+        "prune",
     ]
     assert dir(knn_moe) == sorted([*knn_moe.__all__, "__version__"])
     assert all(getattr(knn_moe, name).__module__.startswith("knn_moe.") for name in knn_moe.__all__)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from knn_moe.handle import attach
     from knn_moe.index.settings import IndexConfig
     from knn_moe.memory import RoutingMemory
+    from knn_moe.pruning import prune
     from knn_moe.reference import Example, load_examples
     from knn_moe.routers import find_routers
 
@@ -33,6 +34,7 @@ __all__ = [
     "compress",
     "find_routers",
     "load_examples",
+    "prune",
 ]
 __version__ = "0.1.0"
 
@@ -48,6 +50,7 @@ _HOMES = {
     "compress": "compression",
     "find_routers": "routers",
     "load_examples": "reference",
+    "prune": "pruning",
 }
 
 

@@ -21,6 +21,7 @@ class MemoryHeader:
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     libraries: Mapping[str, str] = field(default_factory=lambda: library_versions())
     calibration: Mapping[str, Any] | None = None  # what `calibrate` found, for people to read
+    pruned: Mapping[str, Any] | None = None  # what `prune` left of it, and by what score
 
     def to_dict(self) -> dict[str, Any]:
         return as_json(self)
@@ -40,6 +41,7 @@ class MemoryHeader:
             routing=RoutingConfig(**config["routing"]),
             libraries=config["libraries"],
             calibration=config.get("calibration"),
+            pruned=config.get("pruned"),
         )
 
 

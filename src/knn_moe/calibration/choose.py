@@ -20,12 +20,13 @@ from knn_moe.batches import ReferenceTokens
 from knn_moe.build import reference_tokens
 from knn_moe.calibration.fit import Cases, find_neighbours, fit_kernels
 from knn_moe.calibration.judge import Judgement, judge
-from knn_moe.calibration.slices import own_reference, owners, split
+from knn_moe.calibration.slices import own_reference, split
 from knn_moe.config import RoutingConfig
 from knn_moe.errors import CalibrationError, ConfigError, ModelTooLargeError
 from knn_moe.handle import check_belongs
 from knn_moe.intercept import forget_compiled_graphs, hook_on
 from knn_moe.memory import RoutingMemory
+from knn_moe.provenance import owners
 from knn_moe.reference import ExampleLike, iter_examples
 from knn_moe.routers import find_routers
 
@@ -134,6 +135,11 @@ def calibrate(
 def _reference(
     model: nn.Module, memory: RoutingMemory, examples: Iterable[ExampleLike] | None, tokenizer: Any
 ) -> ReferenceTokens:
+    if examples is None and memory.header.pruned is not None:
+        raise CalibrationError(
+            f"{memory!r} was pruned by what its own examples gained from it, so they cannot judge "
+            f"it. Calibrate the whole memory and prune that, or give other examples."
+        )
     if examples is None:
         return own_reference(memory)
     if tokenizer is None:
