@@ -1,13 +1,14 @@
 """Make a memory smaller: keep the cases that other examples gain from most.
 
 Exact repeats go first: of cases that read the same tokens, the worthiest stays. The rest go by what
-they are worth (by_loss.py, by_values.py), half of them at a time: when many are gone, others are
-recalled in their place, and what those are worth is found anew. A case is kept or dropped on all
-layers at once.
+they are worth (by_loss.py, by_values.py), about half of them at a time: when many are gone, others
+are recalled in their place, and what those are worth is found anew. A case is kept or dropped on
+all layers at once.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -58,18 +59,23 @@ def prune(
     memory.full_layers()
     if folder is not None:
         refuse_existing(Path(folder), overwrite=overwrite)
-    judge = _Judge(_plain(model), memory, force, on_progress)
-    count = max(1, round(keep * len(memory)))
-    rows, rounds = torch.arange(len(memory)), 0
-    left = memory
-    while len(rows) > count:
-        size = max(count, -(-len(rows) // 2))
-        chosen = best(judge.worth(left, size), left.provenance.prefix_hash(), size)
-        rows, rounds = rows[chosen], rounds + 1
-        if size > count:
-            left = memory.subset(rows)
-    header = _header(memory, len(rows), judge.score, rounds) if rounds else memory.header
+    rows, header = torch.arange(len(memory)), memory.header
+    sizes = _sizes(len(memory), max(1, round(keep * len(memory))))
+    if sizes:
+        judge = _Judge(_plain(model), memory, force, on_progress)
+        for size in sizes:
+            left = memory if len(rows) == len(memory) else memory.subset(rows)
+            rows = rows[best(judge.worth(left, size), left.provenance.prefix_hash(), size)]
+        header = _header(memory, len(rows), judge.score, len(sizes))
     return memory.subset(rows, header=header, folder=folder, overwrite=overwrite)
+
+
+def _sizes(cases: int, count: int) -> list[int]:
+    """Down to `count`, in steps of about a half."""
+    if count >= cases:
+        return []
+    rounds = max(1, round(math.log2(cases / count)))
+    return [round(cases * (count / cases) ** (step / rounds)) for step in range(1, rounds + 1)]
 
 
 def best(worth: Tensor, case: Tensor, count: int) -> Tensor:
@@ -135,7 +141,7 @@ class _Judge:
             index: Layer(
                 full[index],
                 owner,
-                layer_kernel(memory, index, self.routing, cpu),
+                layer_kernel(self.memory, index, self.routing, cpu),
                 similarity,
                 min(self.routing.k, len(memory)),
             )

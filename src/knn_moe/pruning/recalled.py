@@ -80,4 +80,4 @@ class Sums:
 
     def add(self, rows: Tensor, brought: Tensor) -> None:
         """Shapes: rows, brought [T, K]."""
-        self.total.index_add_(0, rows.flatten().cpu(), brought.flatten().double().cpu())
+        self.total = self.total.index_add(0, rows.flatten().cpu(), brought.flatten().double().cpu())
