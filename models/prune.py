@@ -21,7 +21,7 @@ import torch
 
 from audit import device_name
 from knn_moe import RoutingMemory, prune
-from knn_moe.pruning.prune import best
+from knn_moe.pruning.choose import best
 from measure import Bench, common_parser, compare
 
 DOMAIN = "medical"

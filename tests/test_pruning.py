@@ -39,7 +39,7 @@ from knn_moe.optimise import TokenBatch, installed
 from knn_moe.provenance import owners
 from knn_moe.pruning.by_loss import worth_by_loss
 from knn_moe.pruning.by_values import FittedRouter, worth_by_values
-from knn_moe.pruning.prune import _sizes, best
+from knn_moe.pruning.choose import _sizes, best
 from knn_moe.pruning.recalled import Layer
 from knn_moe.recall import layer_kernel
 from knn_moe.similarity import SIMILARITIES

@@ -305,7 +305,7 @@ def _twins(provenance: Provenance, examples: Collection[int]) -> list[int]:
     gone = torch.isin(provenance.example_of_window, torch.tensor(sorted(examples)))
     owner = owners(provenance)
     same = torch.isin(owner, owner[gone]) & ~gone
-    return provenance.example_of_window[same].unique().tolist()
+    return [int(number) for number in provenance.example_of_window[same].unique()]
 
 
 def _check_gone(written: RoutingMemory, before: Provenance, examples: Collection[int]) -> None:

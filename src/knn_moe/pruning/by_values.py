@@ -67,7 +67,7 @@ class FittedRouter:
 
     def logits(self, keys: Tensor) -> Tensor:
         """Shapes: [T, d] → [T, N] fp32."""
-        return (keys.float() - self.key) @ self.weight + self.value
+        return torch.addmm(self.value, keys.float() - self.key, self.weight)
 
 
 def _parts(memory: LayerMemory, device: torch.device) -> Iterator[tuple[slice, Tensor, Tensor]]:
