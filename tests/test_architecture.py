@@ -29,6 +29,7 @@ ORDER = """
     calibration.settings calibration.slices calibration.kernels calibration.fit calibration.values
     calibration.judge calibration.result calibration.targets calibration.trials
     calibration.choose calibration.build calibration
+    pruning.recalled pruning.by_loss pruning.by_values pruning
     tasks.task tasks.prompts tasks.parsing tasks.sandbox_child tasks.sandbox tasks.rows
     tasks.kinds tasks.catalogue tasks.package tasks.data tasks.registry tasks
     evaluation.sample evaluation.questions evaluation.answers evaluation.reference
@@ -131,6 +132,7 @@ def test_public_names_are_those_meant() -> None:
         "find_routers",
         "label",
         "load_examples",
+        "prune",
     ]
     assert dir(knn_moe) == sorted([*knn_moe.__all__, "__version__"])
     assert all(getattr(knn_moe, name).__module__.startswith("knn_moe.") for name in knn_moe.__all__)

@@ -35,7 +35,7 @@ from knn_moe.calibration.fit import (
 )
 from knn_moe.calibration.judge import Baseline, judge
 from knn_moe.calibration.kernels import Kernels
-from knn_moe.calibration.slices import draw, own_reference, owners, split
+from knn_moe.calibration.slices import draw, own_reference, split
 from knn_moe.calibration.targets import choose_targets
 from knn_moe.calibration.values import learn_values
 from knn_moe.cli.main import main
@@ -49,6 +49,7 @@ from knn_moe.errors import (
 )
 from knn_moe.gate import own_logits
 from knn_moe.optimise import summed_loss
+from knn_moe.provenance import owners
 from knn_moe.recall import Kernel
 
 QUICK = CalibrationConfig(steps=48, step_tokens=64, neighbours=(1, 4), value_rates=(20.0,))
@@ -343,7 +344,12 @@ def test_compressing_keeps_it_and_merging_forgets_what_it_was_worth(
             model(ids)
         seen.append([layer.mean_confidence for layer in routing.stats().values()])
     assert seen[1] == pytest.approx(seen[0], abs=0.05)
-    merged = calibrated.merge(memory)
+    with pytest.raises(CalibrationError, match="were learned from its own examples"):
+        calibrate(model, calibrated, config=QUICK)
+    with pytest.raises(ConfigError, match="those to drop included"):
+        calibrated.without([0])
+    merged = memory.merge(calibrated)
+    assert merged.header.learned
     assert merged.routing == memory.build.routing()
     assert merged.header.calibration is None
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from knn_moe.index.settings import IndexConfig
     from knn_moe.labelling import LabelConfig, label
     from knn_moe.memory import RoutingMemory
+    from knn_moe.pruning import prune
     from knn_moe.reference import Example, load_examples
     from knn_moe.routers import find_routers
 
@@ -38,6 +39,7 @@ __all__ = [
     "find_routers",
     "label",
     "load_examples",
+    "prune",
 ]
 __version__ = "0.1.0"
 
@@ -56,6 +58,7 @@ _HOMES = {
     "find_routers": "routers",
     "label": "labelling",
     "load_examples": "reference",
+    "prune": "pruning",
 }
 
 

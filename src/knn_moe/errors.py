@@ -14,6 +14,7 @@ KnnMoeError
 ├── MemoryMismatchError      a memory that belongs to another model, or to another memory
 ├── BuildError               a build cannot start, or cannot go on
 ├── CalibrationError         too little to calibrate on
+├── PruningError             nothing to prune by, or nothing left
 ├── MissingDependencyError   an optional part is not installed
 └── AttachError              a memory cannot be put on a model
     ├── RouterNotCalledError     a router was attached but the model went around it
@@ -77,6 +78,10 @@ class BuildError(KnnMoeError):
 
 class CalibrationError(KnnMoeError):
     """There is too little to calibrate a memory on."""
+
+
+class PruningError(KnnMoeError):
+    """Nothing says which cases of a memory to drop, or none would be left."""
 
 
 class MissingDependencyError(KnnMoeError, ImportError):

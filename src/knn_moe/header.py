@@ -21,12 +21,14 @@ class MemoryHeader:
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     libraries: Mapping[str, str] = field(default_factory=lambda: library_versions())
     calibration: Mapping[str, Any] | None = None  # what `calibrate` found, for people to read
+    pruned: Mapping[str, Any] | None = None  # what `prune` left of it, and by what score
+    learned: bool = False  # values were changed by a calibration, for all its examples' sake
 
     def to_dict(self) -> dict[str, Any]:
         return as_json(self)
 
     def uncalibrated(self) -> MemoryHeader:
-        """As it was built, where it was calibrated since."""
+        """As it was built, where it was calibrated since; learned values stay."""
         if self.calibration is None:
             return self
         return replace(self, routing=self.build.routing(), calibration=None)
@@ -40,6 +42,8 @@ class MemoryHeader:
             routing=RoutingConfig(**config["routing"]),
             libraries=config["libraries"],
             calibration=config.get("calibration"),
+            pruned=config.get("pruned"),
+            learned=config.get("learned", False),
         )
 
 

@@ -7,22 +7,23 @@ is writer.py's, how it is used is handle.py's.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
+import torch
 from torch import Tensor
 
 from knn_moe import storage
 from knn_moe.compressed import CompressedLayer
 from knn_moe.config import BuildConfig, RoutingConfig
-from knn_moe.errors import MemoryFormatError, MemoryMismatchError
+from knn_moe.errors import ConfigError, MemoryFormatError, MemoryMismatchError
 from knn_moe.header import MemoryHeader
 from knn_moe.identity import ModelIdentity
-from knn_moe.provenance import Provenance, concatenate
+from knn_moe.provenance import Provenance, concatenate, owners
 from knn_moe.writer import LayerShape, MemoryWriter, scratch_beside, write_layers
 
 _ROWS: Final = 4096  # copied at a time
@@ -142,8 +143,7 @@ class RoutingMemory:
             ]
             write_layers(Path(folder), self.header, self.provenance, layers, overwrite=overwrite)
             return
-        gammas = {index: layer.gamma for index, layer in self.layers.items()}
-        _write(Path(folder), [self], self.provenance, gammas, overwrite=overwrite)
+        _write(Path(folder), [self], self.provenance, gammas=self._gammas(), overwrite=overwrite)
 
     def push_to_hub(self, repo_id: str, *, private: bool = False, token: str | None = None) -> str:
         """Upload the memory and its card as a model repository; returns the commit's address."""
@@ -173,23 +173,91 @@ class RoutingMemory:
             memory.full_layers()
         for other in others:
             _check_mergeable(self, other)
-        memories = [replace(self, header=self.header.uncalibrated()), *others]
-        holds = storage.TemporaryFolder() if folder is None else None
-        target = holds.path / "memory" if holds else Path(str(folder))
+        learned = any(memory.header.learned for memory in (self, *others))
+        header = replace(self.header.uncalibrated(), pruned=None, learned=learned)
+        memories = [replace(self, header=header), *others]
         provenance = concatenate([memory.provenance for memory in memories])
-        _write(target, memories, provenance, gammas=None, overwrite=overwrite)
-        return replace(RoutingMemory.from_pretrained(target, verify=False), _holds=holds)
+        return _written(folder, memories, provenance, overwrite=overwrite)
+
+    def subset(
+        self,
+        rows: Tensor,
+        *,
+        header: MemoryHeader | None = None,
+        folder: str | Path | None = None,
+        overwrite: bool = False,
+    ) -> RoutingMemory:
+        """The cases of `rows` with the memory's own γ, under `header` or its own.
+
+        All tokens stay, so that every case can say what it read. To `folder` as in `merge`.
+        Shapes: rows [n] int64, ascending.
+        """
+        chosen = replace(self, header=header or self.header)
+        provenance = self.provenance.subset(rows)
+        return _written(
+            folder, [chosen], provenance, rows=rows, gammas=self._gammas(), overwrite=overwrite
+        )
+
+    def without(
+        self,
+        examples: Collection[int],
+        *,
+        folder: str | Path | None = None,
+        overwrite: bool = False,
+    ) -> RoutingMemory:
+        """The memory as if it had never read `examples`, by number: no key, value or token of
+        them is left, and what is written is read again to make sure.
+
+        γ is computed anew, but for a pruned memory, which keeps that of the whole; a calibration
+        that read them is forgotten. The others keep their numbers. To `folder` as in `merge`.
+        """
+        self.full_layers()
+        if self.header.learned:
+            raise ConfigError(
+                "The values of this memory were learned from all its examples, those to drop "
+                "included: build a memory of the others instead."
+            )
+        _check_droppable(self.provenance, examples)
+        provenance, rows = self.provenance.without(examples)
+        rest = replace(self, header=self.header.uncalibrated())
+        gammas = self._gammas() if self.header.pruned else None
+        written = _written(
+            folder, [rest], provenance, rows=rows, gammas=gammas, overwrite=overwrite
+        )
+        _check_gone(written, self.provenance, examples)
+        return written
+
+    def _gammas(self) -> dict[int, float]:
+        return {index: layer.gamma for index, layer in self.layers.items()}
+
+
+def _written(
+    folder: str | Path | None,
+    memories: Sequence[RoutingMemory],
+    provenance: Provenance,
+    *,
+    rows: Tensor | None = None,
+    gammas: dict[int, float] | None = None,
+    overwrite: bool,
+) -> RoutingMemory:
+    """What `_write` wrote, opened: in `folder`, or in one that lives as long as the memory."""
+    holds = storage.TemporaryFolder() if folder is None else None
+    target = holds.path / "memory" if holds else Path(str(folder))
+    _write(target, memories, provenance, rows=rows, gammas=gammas, overwrite=overwrite)
+    return replace(RoutingMemory.from_pretrained(target, verify=False), _holds=holds)
 
 
 def _write(
     folder: Path,
     memories: Sequence[RoutingMemory],
     provenance: Provenance,
-    gammas: dict[int, float] | None,
     *,
+    rows: Tensor | None = None,
+    gammas: dict[int, float] | None,
     overwrite: bool,
 ) -> None:
-    """The cases of `memories`, one after the other, as one memory in `folder`."""
+    """The cases of `memories`, one after the other, as one memory in `folder`; with `rows`, those
+    of one memory only. γ is computed where it is not given."""
     storage.refuse_existing(folder, overwrite=overwrite)
     shapes = {index: layer.shape for index, layer in memories[0].layers.items()}
     with scratch_beside(folder) as scratch:
@@ -197,13 +265,69 @@ def _write(
         row = 0
         for memory in memories:
             for index, layer in memory.full_layers().items():
-                for start in range(0, len(memory), _ROWS):
-                    part = slice(start, start + _ROWS)
-                    span = storage.Span(row + start, 0, len(layer.keys[part]))
-                    writer.write(index, "keys", layer.keys[part].cpu(), [span])
+                for start, part in _parts(len(memory), rows):
+                    keys = layer.keys[part].cpu()
+                    span = storage.Span(row + start, 0, len(keys))
+                    writer.write(index, "keys", keys, [span])
                     writer.write(index, "values", layer.values[part].cpu(), [span])
             row += len(memory)
         writer.finish(memories[0].header, folder, gammas=gammas, overwrite=overwrite)
+
+
+def _parts(cases: int, rows: Tensor | None) -> Iterator[tuple[int, slice | Tensor]]:
+    """Some cases at a time, all or those of `rows`: where they begin in what is written, and
+    which they are."""
+    if rows is None:
+        for start in range(0, cases, _ROWS):
+            yield start, slice(start, start + _ROWS)
+    else:
+        for start in range(0, len(rows), _ROWS):
+            yield start, rows[start : start + _ROWS]
+
+
+def _check_droppable(provenance: Provenance, examples: Collection[int]) -> None:
+    known, gone = set(provenance.example_of_window.tolist()), set(examples)
+    if not gone:
+        raise ConfigError("No example to drop was named: give the numbers of some.")
+    if gone - known:
+        raise ConfigError(
+            f"The memory has no example {min(gone - known)}: it has {len(known):,}, numbered "
+            f"{min(known)} to {max(known)}. `explain` and the order of the reference set tell them."
+        )
+    if gone == known:
+        raise ConfigError(
+            f"All {len(known):,} examples would go, and no memory be left: delete it instead."
+        )
+    twins = _twins(provenance, gone)
+    if twins:
+        raise ConfigError(
+            f"Example {twins[0]} says the same as one to drop, word for word: drop it too, or "
+            f"what it says stays in the memory."
+        )
+
+
+def _twins(provenance: Provenance, examples: Collection[int]) -> list[int]:
+    """Other examples with exactly the tokens of one of `examples`."""
+    gone = torch.isin(provenance.example_of_window, torch.tensor(sorted(examples)))
+    owner = owners(provenance)
+    same = torch.isin(owner, owner[gone]) & ~gone
+    return [int(number) for number in provenance.example_of_window[same].unique()]
+
+
+def _check_gone(written: RoutingMemory, before: Provenance, examples: Collection[int]) -> None:
+    """Read what was written, checksums and all, and find nothing of `examples` in it."""
+    if written.folder is None:
+        return
+    opened = RoutingMemory.from_pretrained(written.folder)
+    gone = torch.isin(before.example_of_window, torch.tensor(sorted(examples)))
+    after = opened.provenance
+    tokens = int(before.begin.diff()[~gone].sum())
+    found = bool(torch.isin(owners(after), owners(before)[gone]).any())
+    numbered = bool(torch.isin(after.example_of_window, before.example_of_window[gone]).any())
+    if found or numbered or len(after.stream) != tokens:
+        raise MemoryFormatError(
+            f"{str(written.folder)!r} still holds tokens of an example that was to go: delete it."
+        )
 
 
 def _read_layer(entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Layer:

@@ -6,7 +6,9 @@ Knows token ids and integers; nothing of text or models.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -70,6 +72,28 @@ class Provenance:
         stop = min(int(self.begin[window + 1]), place + 1 + after)
         return self.stream[start:stop].tolist(), place - start
 
+    def subset(self, rows: Tensor) -> Provenance:
+        """The same tokens and some of their keys. Shapes: rows [n] int64, ascending."""
+        return replace(self, key=self.key[rows])
+
+    def without(self, examples: Collection[int]) -> tuple[Provenance, Tensor]:
+        """No token, window or key of `examples`, the others numbered as before; and the rows of
+        the keys that stay [n] int64."""
+        gone = torch.tensor(sorted(examples), dtype=self.example_of_window.dtype)
+        stays = ~torch.isin(self.example_of_window, gone)
+        lengths = self.begin.diff()
+        token = stays.repeat_interleave(lengths)
+        rows = token[self.key].nonzero().flatten()
+        place = token.cumsum(0) - 1
+        rest = Provenance(
+            stream=self.stream[token],
+            begin=torch.cat([self.begin[:1], lengths[stays].cumsum(0)]),
+            example_of_window=self.example_of_window[stays],
+            offset_of_window=self.offset_of_window[stays],
+            key=place[self.key[rows]],
+        )
+        return rest, rows
+
     def prefix_hash(self) -> Tensor:
         """A 64-bit hash of all a key's router input depends on: the tokens of its window so far.
 
@@ -106,3 +130,19 @@ def concatenate(parts: list[Provenance]) -> Provenance:
         tokens += len(part.stream)
         examples += int(part.example_of_window.max()) + 1 if len(part.example_of_window) else 0
     return Provenance(*(torch.cat(column) for column in (stream, begin, example, offset, key)))
+
+
+def owners(provenance: Provenance) -> Tensor:
+    """The example of each window, by what it says: the same for identical examples, of whatever
+    reference set. Shape [W] int64, not 0."""
+    parts = provenance.stream.split(provenance.begin.diff().tolist())
+    digests: dict[int, hashlib.blake2b] = {}
+    for number, tokens in zip(provenance.example_of_window.tolist(), parts, strict=True):
+        digest = digests.setdefault(number, hashlib.blake2b(digest_size=8))
+        digest.update(tokens.numpy().tobytes())
+    names = {
+        number: int.from_bytes(digest.digest(), "big", signed=True) or 1
+        for number, digest in digests.items()
+    }
+    named = [names[number] for number in provenance.example_of_window.tolist()]
+    return torch.tensor(named, dtype=torch.int64)

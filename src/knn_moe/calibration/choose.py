@@ -22,7 +22,7 @@ from knn_moe.calibration.result import Calibration
 from knn_moe.calibration.settings import CalibrationConfig
 from knn_moe.calibration.slices import own_reference
 from knn_moe.calibration.trials import OnProgress, Trial, Workbench
-from knn_moe.errors import ConfigError, ModelTooLargeError
+from knn_moe.errors import CalibrationError, ConfigError, ModelTooLargeError
 from knn_moe.experts import fast_experts
 from knn_moe.handle import check_belongs
 from knn_moe.intercept import forget_compiled_graphs
@@ -81,6 +81,16 @@ def _best(trials: Iterable[Trial]) -> Trial:
 def _reference(
     model: nn.Module, memory: RoutingMemory, examples: Iterable[ExampleLike] | None, tokenizer: Any
 ) -> ReferenceTokens:
+    if examples is None and memory.header.pruned is not None:
+        raise CalibrationError(
+            f"{memory!r} was pruned by what its own examples gained from it, so they cannot judge "
+            f"it. Calibrate the whole memory and prune that, or give other examples."
+        )
+    if examples is None and memory.header.learned:
+        raise CalibrationError(
+            f"The values of {memory!r} were learned from its own examples, so they cannot judge "
+            f"it. Calibrate the memory as it was built, or give other examples."
+        )
     if examples is None:
         return own_reference(memory)
     if tokenizer is None:

@@ -89,6 +89,7 @@ class Calibration:
         header = replace(memory.header, routing=self.routing, calibration=self.report())
         if self.values is None:
             return replace(memory, header=header)
+        header = replace(header, learned=True)
         layers = {
             index: replace(layer, values=self.values.get(index, layer.values))
             for index, layer in memory.full_layers().items()

@@ -8,7 +8,6 @@ Knows token ids and windows; nothing of models.
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from knn_moe.calibration.settings import CalibrationConfig
 from knn_moe.errors import CalibrationError
 from knn_moe.memory import RoutingMemory
 from knn_moe.optimise import TokenBatch
-from knn_moe.provenance import Provenance
+from knn_moe.provenance import owners
 
 LEAST_EXAMPLES: Final = 24
 _LEAST_JUDGED: Final = 6  # that all of them gain by chance is 1 in 64
@@ -126,22 +125,6 @@ def _turns(owner: Tensor) -> Tensor:
         turns.append(seen[each])
         seen[each] += 1
     return torch.tensor(turns, dtype=torch.int64)
-
-
-def owners(provenance: Provenance) -> Tensor:
-    """The example of each window, by what it says: the same for identical examples, of whatever
-    reference set. Shape [W] int64, not 0."""
-    parts = provenance.stream.split(provenance.begin.diff().tolist())
-    digests: dict[int, hashlib.blake2b] = {}
-    for number, tokens in zip(provenance.example_of_window.tolist(), parts, strict=True):
-        digest = digests.setdefault(number, hashlib.blake2b(digest_size=8))
-        digest.update(tokens.numpy().tobytes())
-    names = {
-        number: int.from_bytes(digest.digest(), "big", signed=True) or 1
-        for number, digest in digests.items()
-    }
-    named = [names[number] for number in provenance.example_of_window.tolist()]
-    return torch.tensor(named, dtype=torch.int64)
 
 
 def own_reference(memory: RoutingMemory) -> ReferenceTokens:

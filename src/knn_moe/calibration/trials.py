@@ -12,12 +12,13 @@ from knn_moe.calibration.fit import Cases, find_neighbours, fit_kernels
 from knn_moe.calibration.judge import Baseline, Judgement, judge
 from knn_moe.calibration.result import Distances, Outcome
 from knn_moe.calibration.settings import CalibrationConfig
-from knn_moe.calibration.slices import Reading, Slice, owners, split
+from knn_moe.calibration.slices import Reading, Slice, split
 from knn_moe.calibration.values import learn_values
 from knn_moe.config import RoutingConfig
 from knn_moe.errors import CalibrationError
 from knn_moe.intercept import hook_on
 from knn_moe.memory import RoutingMemory
+from knn_moe.provenance import owners
 from knn_moe.routers import find_routers
 
 OnProgress = Callable[[str, int, int], None]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from knn_moe.cli.calibrate import show_calibration
 from knn_moe.cli.common import (
@@ -19,7 +21,7 @@ from knn_moe.cli.common import (
     print_json,
     progress_bar,
 )
-from knn_moe.errors import BuildError
+from knn_moe.errors import BuildError, ConfigError
 
 if TYPE_CHECKING:
     from knn_moe.calibration import Calibration
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 @click.option("--max-length", default=2048, show_default=True, help="Tokens in a window.")
 @click.option("--batch-tokens", default=8192, show_default=True, help="Tokens in a batch.")
 @click.option("--calibrate", is_flag=True, help="Choose all of these, and how it is used, by data.")
+@click.option("--append", type=click.Path(path_type=Path), help="Memory to add the examples to.")
 @click.option("--resume", is_flag=True, help="Go on where a killed build stopped.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing memory once this is whole.")
 @device_option
@@ -52,12 +55,13 @@ def command(
     reference: Path,
     output: Path,
     calibrate: bool,
+    append: Path | None,
     resume: bool,
     overwrite: bool,
     device: str | None,
     dtype: str,
     as_json: bool,
-    **settings: object,
+    **settings: Any,
 ) -> None:
     """Build a memory of the REFERENCE set for MODEL, a folder or a hub id.
 
@@ -66,30 +70,40 @@ def command(
     knn-moe build ./my-model ref.jsonl.gz -o memory --steps 3 --learning-rate 0.5
     knn-moe build ./my-model ref.jsonl -o memory --calibrate
     knn-moe build ./my-model ref.jsonl -o memory --resume
+    knn-moe build ./my-model more.jsonl --append memory -o memory --overwrite
 
     REFERENCE is .jsonl or .jsonl.gz with "text", "prompt" and "completion", or "messages" on each
     line; or .txt, which is one text. Long texts are cut into windows. A killed build leaves
     OUTPUT.partial, from which --resume goes on. --calibrate chooses η, S and the gradient on a
-    sample of REFERENCE, builds with them, and goes on as `knn-moe calibrate` does.
+    sample of REFERENCE, builds with them, and goes on as `knn-moe calibrate` does. --append builds
+    as that memory was built, and writes its cases and the new ones as one memory.
     """
-    from knn_moe.config import BuildConfig
+    from knn_moe.handle import check_belongs
     from knn_moe.reference import iter_examples
     from knn_moe.storage import publish, refuse_existing
 
-    given = {name: value for name, value in settings.items() if value is not None}
-    config = BuildConfig(**given)  # type: ignore[arg-type]  # click has checked the types
+    if append is not None and calibrate:
+        raise ConfigError(
+            "--append and --calibrate do not go together: append first, then calibrate the whole."
+        )
+    earlier = None if append is None else _open(append)
+    config = _settings(settings, earlier)
     refuse_existing(output, overwrite=overwrite)
-    target = _target(output, resume=resume, overwrite=overwrite)
+    target = _target(output, resume=resume, overwrite=overwrite, apart=earlier is not None)
     for _ in iter_examples(reference):  # a bad reference file is told before the model loads
         pass
     network, tokenizer = load_model(model, device, dtype)
+    if earlier is not None:
+        check_belongs(network, earlier)  # told before the work
     examples = iter_examples(reference)
     found = None
     if calibrate:
         memory, found = _build_calibrated(network, tokenizer, examples, config, target)
     else:
         memory = _build(network, tokenizer, examples, config, target)
-    if target != output:
+    if earlier is not None:
+        memory = _appended(earlier, memory, output, overwrite=overwrite)
+    elif target != output:
         publish(target, output, overwrite=True)
     if as_json:
         facts = {"folder": str(output), "cases": len(memory), "bytes": memory.nbytes}
@@ -132,11 +146,58 @@ def _build_calibrated(
         )
 
 
-def _target(output: Path, *, resume: bool, overwrite: bool) -> Path:
-    """The folder to build in: what is replaced stays until the new memory is whole."""
+def _open(folder: Path) -> RoutingMemory:
+    """The memory to append to; refused where it has no keys to compute γ from."""
+    from knn_moe.memory import RoutingMemory
+
+    memory = RoutingMemory.from_pretrained(folder)
+    memory.full_layers()
+    return memory
+
+
+def _settings(given: dict[str, Any], earlier: RoutingMemory | None) -> BuildConfig:
+    """What was asked for; to append, what the memory was built with, and nothing else."""
+    from knn_moe.config import BuildConfig
+
+    context = click.get_current_context()
+    if earlier is None:
+        return BuildConfig(**{name: value for name, value in given.items() if value is not None})
+    asked = {
+        name: value
+        for name, value in given.items()
+        if context.get_parameter_source(name) is not ParameterSource.DEFAULT
+    }
+    batch_tokens = asked.pop("batch_tokens", earlier.build.batch_tokens)  # changes no result
+    for name, value in asked.items():
+        has = getattr(earlier.build, name)
+        if value != has:
+            raise ConfigError(
+                f"The memory to append to was built with {name} {has}, and {value} was asked for: "
+                f"leave it out, or build a memory of its own and merge them."
+            )
+    return replace(earlier.build, batch_tokens=batch_tokens)
+
+
+def _appended(
+    earlier: RoutingMemory, new: RoutingMemory, output: Path, *, overwrite: bool
+) -> RoutingMemory:
+    """Both as one memory in `output`; the folder of `new` goes when that is whole."""
+    with log.status("Appending"):
+        whole = earlier.merge(new, folder=output, overwrite=overwrite)
+    if new.folder is not None:
+        shutil.rmtree(new.folder)
+    if earlier.header.calibration is not None:
+        log.print("Its calibration was for fewer examples and is forgotten: calibrate it again.")
+    return whole
+
+
+def _target(output: Path, *, resume: bool, overwrite: bool, apart: bool) -> Path:
+    """The folder to build in: what is replaced stays until the new memory is whole, and what is to
+    be appended is built `apart`."""
     from knn_moe.workspace import partial_folder
 
-    target = output.with_name(f"{output.name}.new") if overwrite and output.exists() else output
+    beside = apart or (overwrite and output.exists())
+    target = output.with_name(f"{output.name}.new") if beside else output
     left = partial_folder(target)
     if overwrite and not resume:
         shutil.rmtree(left, ignore_errors=True)

@@ -118,6 +118,7 @@ def _facts(memory: RoutingMemory) -> dict[str, str]:
         "built with": _settings(header["build"]),
         "used with": _settings(routing),
         "calibrated": _calibration(header["calibration"]),
+        "pruned": _pruning(header["pruned"]),
         "libraries": _settings(header["libraries"]),
     }
 
@@ -130,6 +131,10 @@ def _calibration(found: dict[str, Any] | None) -> str:
         f"{change['difference']:+.4f} nats a token ({change['low']:+.4f} to {change['high']:+.4f}) "
         f"on {found['examples']} examples{'' if found['helps'] else ': silent'}"
     )
+
+
+def _pruning(found: dict[str, Any] | None) -> str:
+    return f"{found['kept']:,} of {found['cases']:,} cases, by {found['score']}" if found else "no"
 
 
 def _settings(values: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from knn_moe.index.exact import blocks, product, squared_distance
+from knn_moe.index.exact import blocks, least, product, squared_distance
 
 _QUERIES: Final = 4096  # compared at a time
 _SPARE: Final = 4  # candidates kept beyond those asked for
@@ -57,7 +57,7 @@ def _nearest(
         for asks, has in labels:
             same = asks[:, None].to(device) == has[start:stop].to(device)
             score.masked_fill_(same, float("inf"))
-        near, place = torch.topk(score, min(found, stop - start), dim=-1, largest=False)
+        near, place = least(score, min(found, stop - start))
         # In place: small tensors kept between blocks would pin the memory the blocks free.
         kept, order = torch.topk(torch.cat([best, near], dim=-1), found, dim=-1, largest=False)
         chosen.copy_(torch.cat([chosen, place + start], dim=-1).gather(1, order))

@@ -1,0 +1,84 @@
+"""`knn-moe prune`: a smaller memory that is worth as much."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from knn_moe.cli.common import (
+    device_option,
+    dtype_option,
+    json_option,
+    load_model,
+    log,
+    print_json,
+    progress_bar,
+)
+
+
+@click.command(name="prune")
+@click.argument("names", nargs=-1, required=True, metavar="[MODEL] MEMORY")
+@click.option("--keep", default=0.1, show_default=True, help="Share of the cases to keep.")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), help="New folder. Default: MEMORY-pruned."
+)
+@click.option("--overwrite", is_flag=True, help="Replace an existing memory.")
+@click.option("--force", is_flag=True, help="Prune a memory that was built for another model.")
+@device_option
+@dtype_option
+@json_option
+def command(
+    names: tuple[str, ...],
+    keep: float,
+    output: Path | None,
+    overwrite: bool,
+    force: bool,
+    device: str | None,
+    dtype: str,
+    as_json: bool,
+) -> None:
+    """Keep the cases of MEMORY that are worth most, and write them as a new memory.
+
+    \b
+    knn-moe prune ./my-model memory --keep 0.25 -o memory-small
+    knn-moe prune memory --keep 0.5
+
+    With MODEL, a case is worth what it takes off the loss of reference tokens of other examples;
+    without it, what can be told from the memory alone, which is much less. Exact repeats go
+    first. Calibrate before, not after: a pruned memory's own examples cannot judge it any more.
+    """
+    from knn_moe.memory import RoutingMemory
+    from knn_moe.pruning import prune
+    from knn_moe.storage import refuse_existing
+
+    if len(names) > 2:
+        raise click.UsageError(f"Give a memory, or a model and a memory; got {' '.join(names)!r}.")
+    *models, source = names
+    target = output or _beside(source)
+    refuse_existing(target, overwrite=overwrite)
+    memory = RoutingMemory.from_pretrained(source)
+    network: Any = load_model(models[0], device, dtype)[0] if models else None
+    with progress_bar("Pruning") as update:
+        small = prune(
+            network,
+            memory,
+            keep,
+            folder=target,
+            overwrite=overwrite,
+            force=force,
+            on_progress=lambda what, done, total: update(done, total, what),
+        )
+    if as_json:
+        print_json({"folder": str(target), "cases": len(small), "bytes": small.nbytes})
+    else:
+        sizes = f"{memory.nbytes / 1e6:,.1f} MB → {small.nbytes / 1e6:,.1f} MB"
+        log.print(f"{len(memory):,} → {len(small):,} cases, {sizes} in {target}")
+
+
+def _beside(source: str) -> Path:
+    """Where a pruned memory goes: beside its folder, or here where it is the hub's."""
+    place = Path(source)
+    name = f"{place.resolve().name}-pruned"
+    return place.resolve().with_name(name) if place.is_dir() else Path(name)

@@ -1,0 +1,183 @@
+"""Make a memory smaller: keep the cases that other examples gain from most.
+
+Exact repeats go first: of cases that read the same tokens, the worthiest stays. The rest go by what
+they are worth (by_loss.py, by_values.py), about half of them at a time: when many are gone, others
+are recalled in their place, and what those are worth is found anew. A case is kept or dropped on
+all layers at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from knn_moe.calibration.slices import Slice, own_reference
+from knn_moe.errors import ConfigError, PruningError
+from knn_moe.handle import check_belongs
+from knn_moe.header import MemoryHeader
+from knn_moe.intercept import forget_compiled_graphs, hook_on
+from knn_moe.memory import RoutingMemory
+from knn_moe.provenance import owners
+from knn_moe.pruning.by_loss import worth_by_loss
+from knn_moe.pruning.by_values import worth_by_values
+from knn_moe.pruning.recalled import Layer
+from knn_moe.recall import layer_kernel
+from knn_moe.routers import Router, find_routers
+from knn_moe.similarity import SIMILARITIES
+from knn_moe.storage import refuse_existing
+
+OnProgress = Callable[[str, int, int], None]
+
+
+def prune(
+    model: nn.Module | None,
+    memory: RoutingMemory,
+    keep: float = 0.1,
+    *,
+    folder: str | Path | None = None,
+    overwrite: bool = False,
+    force: bool = False,
+    on_progress: OnProgress = lambda what, done, total: None,
+) -> RoutingMemory:
+    """The share `keep` of the memory's cases, those that are worth most to its other examples.
+
+    With a model, a case is worth what it takes off the loss of reference tokens of other examples;
+    without one, about that, guessed from the values. Cases are recalled as the memory's own routing
+    does, by exact search. γ, kernels and what a calibration found are kept. Written to `folder` and
+    opened from there; without one, to a temporary folder that lives as long as the memory.
+    `force`: as in `attach`, for a memory of another model of the same shape.
+    """
+    if not 0 < keep <= 1:
+        raise ConfigError(f"keep must be above 0 and at most 1, got {keep}.")
+    memory.full_layers()
+    if folder is not None:
+        refuse_existing(Path(folder), overwrite=overwrite)
+    rows, header = torch.arange(len(memory)), memory.header
+    sizes = _sizes(len(memory), max(1, round(keep * len(memory))))
+    if sizes:
+        judge = _Judge(_plain(model), memory, force, on_progress)
+        for size in sizes:
+            left = memory if len(rows) == len(memory) else memory.subset(rows)
+            rows = rows[best(judge.worth(left, size), left.provenance.prefix_hash(), size)]
+        header = _header(memory, len(rows), judge.score, len(sizes))
+    return memory.subset(rows, header=header, folder=folder, overwrite=overwrite)
+
+
+def _sizes(cases: int, count: int) -> list[int]:
+    """Down to `count`, in steps of about a half."""
+    if count >= cases:
+        return []
+    rounds = max(1, round(math.log2(cases / count)))
+    return [round(cases * (count / cases) ** (step / rounds)) for step in range(1, rounds + 1)]
+
+
+def best(worth: Tensor, case: Tensor, count: int) -> Tensor:
+    """The `count` rows worth most, ascending; of equal cases one comes before the second of any.
+
+    Shapes: worth [M]; case [M] int64, equal for keys that are one case → [count] int64.
+    """
+    order = torch.argsort(worth, descending=True, stable=True)
+    _, first = np.unique(case[order].numpy(), return_index=True)
+    repeat = torch.ones(len(order), dtype=torch.bool)
+    repeat[torch.from_numpy(first)] = False
+    ranked = torch.cat([order[~repeat], order[repeat]])
+    return ranked[:count].sort().values
+
+
+class _Judge:
+    """What cases are worth: to a model, or to each other."""
+
+    def __init__(
+        self, model: nn.Module | None, memory: RoutingMemory, force: bool, on_progress: OnProgress
+    ) -> None:
+        self.model = model
+        self.memory = memory
+        self.routing = memory.routing
+        self.on_progress = on_progress
+        wanted = memory.layers if self.routing.layers is None else self.routing.layers
+        self.layers = [index for index in wanted if self.routing.kernel(index).trust > 0]
+        if not self.layers and len(memory):
+            raise PruningError(
+                f"{memory!r} was told to keep silent, so none of its cases is worth anything: "
+                f"calibrate it on other examples, or do without it."
+            )
+        if len(owners(memory.provenance).unique()) < 2:
+            raise PruningError(
+                f"{memory!r} has one example only, and cases are judged by what other examples "
+                f"gain from them: build it from more."
+            )
+        self.routers = _routers(model, memory, self.layers, force) if model is not None else []
+        windows = range(len(memory.provenance.example_of_window))
+        self.reading = Slice(own_reference(memory), list(windows), owners(memory.provenance))
+
+    @property
+    def score(self) -> str:
+        return "values" if self.model is None else "loss"
+
+    def worth(self, memory: RoutingMemory, size: int) -> Tensor:
+        """Of each case of `memory`, of which `size` are to stay. Shape [M] fp64."""
+        layers = self._open(memory)
+        if self.model is None:
+            step = self._steps(len(layers), len(memory), size)
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            return worth_by_values(self._open(self.memory), layers, device, step)
+        readings = list(self.reading.readings(memory.build.batch_tokens))
+        forget_compiled_graphs()
+        step = self._steps(len(readings), len(memory), size)
+        return worth_by_loss(self.model, self.routers, layers, readings, step)
+
+    def _open(self, memory: RoutingMemory) -> dict[int, Layer]:
+        owner = self.reading.owner[memory.provenance.window]
+        similarity = SIMILARITIES[self.routing.similarity]
+        full, cpu = memory.full_layers(), torch.device("cpu")
+        return {
+            index: Layer(
+                full[index],
+                owner,
+                layer_kernel(self.memory, index, self.routing, cpu),
+                similarity,
+                min(self.routing.k, len(memory)),
+            )
+            for index in self.layers
+        }
+
+    def _steps(self, total: int, cases: int, size: int) -> Callable[[], None]:
+        done = 0
+
+        def step() -> None:
+            nonlocal done
+            done += 1
+            self.on_progress(f"{cases:,} → {size:,} cases", done, total)
+
+        return step
+
+
+def _routers(
+    model: nn.Module, memory: RoutingMemory, layers: list[int], force: bool
+) -> list[Router]:
+    if not force:
+        check_belongs(model, memory)
+    routers = find_routers(model)
+    for router in routers:
+        if hook_on(router) is not None:
+            raise PruningError(
+                f"The model has a memory attached (at {router.name!r}): detach it to prune one."
+            )
+    return [router for router in routers if router.layer in layers]
+
+
+def _plain(model: nn.Module | None) -> Any:
+    return getattr(model, "_orig_mod", model)  # torch.compile's wrapper would trace our hooks
+
+
+def _header(memory: RoutingMemory, kept: int, score: str, rounds: int) -> MemoryHeader:
+    before = memory.header.pruned or {"cases": len(memory)}
+    facts = {"cases": before["cases"], "kept": kept, "score": score, "rounds": rounds}
+    return replace(memory.header, pruned=facts)
