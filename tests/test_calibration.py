@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -52,7 +53,7 @@ from knn_moe.optimise import summed_loss
 from knn_moe.provenance import owners
 from knn_moe.recall import Kernel
 
-QUICK = CalibrationConfig(steps=48, step_tokens=64, neighbours=(1, 4), value_rates=(20.0,))
+QUICK = CalibrationConfig(steps=48, step_tokens=64, neighbours=(1, 4), value_rates=(0.3,))
 
 
 def sayings(count: int, seed: int = 0) -> list[str]:
@@ -105,7 +106,7 @@ def test_what_is_found_helps_on_text_that_nobody_has_seen(
     with attach(model, found.apply(memory)):
         calibrated = loss(model, tokenizer, fresh)
     assert found.helps
-    assert found.chosen == "values, η = 20"
+    assert found.chosen == "values, rate 0.3"
     assert calibrated < routed < usual < alone
     assert found.judgement.change.low < calibrated - alone < found.judgement.change.high
 
@@ -287,7 +288,8 @@ def recalled(
 def test_values_learn_from_those_who_recall_them(
     model: PreTrainedModel, memory: RoutingMemory
 ) -> None:
-    """A small step is that of §4.1 for the others' loss, found here by differences."""
+    """Adam's first step is down the others' loss, whose slope is found here by differences; what
+    nobody recalls stays."""
     cases = cases_of(model, memory)
     studied = study(model, memory, cases)
     studied = Studied(studied.readings[:1], studied.neighbours)
@@ -295,19 +297,23 @@ def test_values_learn_from_those_who_recall_them(
     start, rate = RoutingConfig(k=4, kernels=kernels), 1e-3
     _, learned = learn_values(model, cases, studied, start, 1, rate)
     for place, (each, after) in enumerate(zip(cases, learned, strict=True)):
-        step = (each.values - after.values) / rate
+        step = (after.values - each.values) / rate
+        recalled_rows = studied.neighbours[place].rows[0].unique()
         unknown = torch.ones(len(step), dtype=torch.bool)
-        unknown[studied.neighbours[place].rows[0]] = False
+        unknown[recalled_rows] = False
         assert not step[unknown].any()
-        row, expert = divmod(int(step.abs().argmax()), step.shape[1])
-        losses = []
-        for change in (0.1, -0.1):
-            values = each.values.clone()
-            values[row, expert] += change
-            moved = [*cases]
-            moved[place] = replace(each, values=values)
-            losses.append(recalled(model, moved, studied, kernels))
-        assert (losses[0] - losses[1]) / 0.2 == pytest.approx(step[row, expert].item(), rel=0.02)
+        slopes = {}
+        for row in recalled_rows[:6].tolist():
+            losses = []
+            for change in (0.1, -0.1):
+                values = each.values.clone()
+                values[row, 0] += change
+                moved = [*cases]
+                moved[place] = replace(each, values=values)
+                losses.append(recalled(model, moved, studied, kernels))
+            slopes[row] = losses[0] - losses[1]
+        row = max(slopes, key=lambda row: abs(slopes[row]))
+        assert step[row, 0].item() == pytest.approx(-math.copysign(1, slopes[row]), rel=1e-2)
     assert cases[0].values.equal(memory.full_layers()[0].values)
 
 
@@ -361,7 +367,7 @@ def test_targets_are_worth_what_a_memory_of_them_is(
     readings = list(draw(own_reference(memory), 10_000, seed=0).readings(1024))
     tried = choose_targets(model, find_routers(model), readings, BUILD)
     assert [way.loss for way in tried] == sorted(way.loss for way in tried)
-    assert len({(way.gradient, way.learning_rate, way.steps) for way in tried}) == 2 * 5 * 3
+    assert len({(way.gradient, way.learning_rate, way.steps) for way in tried}) == 2 * 5 * 2
     for way in (tried[0], tried[-1]):
         built = build_memory(model, tokenizer, sayings(40), way.of(BUILD))
         gammas = {layer: one.gamma for layer, one in built.full_layers().items()}
@@ -369,7 +375,7 @@ def test_targets_are_worth_what_a_memory_of_them_is(
         assert [each.gamma for each in cases] == list(gammas.values())
         strong = RoutingConfig(**PRESETS["strong"]["routing"])
         judged = judge(model, cases, Baseline.of(model, readings), strong)
-        assert way.loss == pytest.approx(judged.loss, abs=0.05)
+        assert way.loss == pytest.approx(judged.loss, abs=0.1)
     assert tried[0].loss < judged.alone
 
 
@@ -415,7 +421,7 @@ def test_the_command_writes_what_it_finds(
 ) -> None:
     network, folder = folders
     before = RoutingMemory.from_pretrained(folder)
-    asked = ("calibrate", network, folder, "-k", 4, "--value-rate", 20)
+    asked = ("calibrate", network, folder, "-k", 4, "--value-rate", 0.3)
     tried = knn_moe(*asked, "--dry-run", "--json")
     assert tried.exit_code == 0, tried.output
     assert RoutingMemory.from_pretrained(folder).header == before.header

@@ -75,6 +75,20 @@ def test_a_given_memory_serves_all_but_the_papers_setting(setting: Setting) -> N
     assert prepare("knn-paper", with_it).method.memory is not given  # type: ignore[attr-defined]
 
 
+def test_a_calibrated_memory_is_shared_with_the_head_beside_it(setting: Setting) -> None:
+    task = setting.data.task
+    data = TaskData(task, setting.data.test, questions(40, seed=1), "made up")
+    many = replace(setting, data=data, limit=None)
+    alone = prepare("knn-calibrated", many)
+    both = prepare("knn-calibrated+knn-lm", many)
+    assert isinstance(alone.method, KnnMoe)
+    found = alone.method.facts()["calibration"]
+    assert len(found["targets"]) == 20
+    assert found == alone.method.memory.header.calibration
+    assert both.method.facts()["knn-calibrated"]["calibration"] == found
+    assert min(alone.seconds, both.seconds) >= many._made["memory-calibrated"][1] > 0
+
+
 def test_what_a_method_was_prepared_on(setting: Setting) -> None:
     assert prepared_on("zero-shot", setting) == {}
     facts = prepared_on("knn", setting)

@@ -23,7 +23,7 @@ from knn_moe.reference import ExampleLike, iter_examples
 from knn_moe.routers import find_routers
 
 _SHARE: Final = 0.1  # of the reference set, on which ways to find better logits are tried
-_LEAST_TOKENS, _MOST_TOKENS = 2048, 8192
+_LEAST_TOKENS, _MOST_TOKENS = 1024, 8192
 
 
 def build_calibrated(

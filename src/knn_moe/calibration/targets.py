@@ -26,7 +26,7 @@ from knn_moe.optimise import LayerCases, frozen, optimise_routing
 from knn_moe.routers import Router, input_device
 
 RATES: Final = (0.1, 0.5, 2.0, 5.0, 15.0)
-STEPS: Final = (1, 5, 10)
+STEPS: Final = (1, 5)
 _RECALL: Final = PRESETS["strong"]["routing"]
 
 

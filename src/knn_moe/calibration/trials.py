@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 from torch import Tensor, nn
 
@@ -22,6 +23,8 @@ from knn_moe.provenance import owners
 from knn_moe.routers import find_routers
 
 OnProgress = Callable[[str, int, int], None]
+_KERNEL_PASSES: Final = 4  # over the fitted examples, at most
+_STEPS_A_PASS, _LEAST_TOKENS = 24, 64  # at least, of as many tokens at least
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,8 @@ class Workbench:
         readings = self._readings(self.parts.fitting)
         whole = len(self._readings(self.parts.everything))
         passes = len(config.value_rates) * len(readings) + bool(config.value_rates) * whole
-        total = len(self.counts) * config.steps + config.passes * passes
+        self.steps = min(config.steps, _KERNEL_PASSES * len(readings))
+        total = len(self.counts) * self.steps + config.passes * passes
         self.progress = _Progress(on_progress, total)
         self.studied = find_neighbours(model, self.cases, readings, self.counts[-1])
         self.choosing = Baseline.of(model, self._lines(self.parts.choosing))
@@ -89,7 +93,7 @@ class Workbench:
         """K cases, and the kernels that make the fitted examples likeliest with them."""
         name = f"kernels, K = {k}"
         kernels = fit_kernels(
-            self.model, self.cases, self.studied, k, self.config.steps, self.progress.on(name)
+            self.model, self.cases, self.studied, k, self.steps, self.progress.on(name)
         )
         kept = self.memory.routing
         routing = RoutingConfig(
@@ -98,8 +102,8 @@ class Workbench:
         return self._trial(name, routing, self.cases)
 
     def learn_values(self, start: Trial, rate: float) -> Trial:
-        """The same with other values, learned by gradient steps of η = `rate`."""
-        name = f"values, η = {rate:g}"
+        """The same with other values, learned at `rate`."""
+        name = f"values, rate {rate:g}"
         kernels, cases = learn_values(
             self.model,
             self.cases,
@@ -147,8 +151,10 @@ class Workbench:
         return Trial(name, routing, cases, judged, rate)
 
     def _readings(self, part: Slice) -> list[Reading]:
-        """For a backward pass each."""
-        return list(part.readings(min(self.config.step_tokens, self.memory.build.batch_tokens)))
+        """For a backward pass each; small enough for some steps in a pass."""
+        tokens = int(part.reference.lengths[part.windows].sum())
+        most = min(self.config.step_tokens, self.memory.build.batch_tokens)
+        return list(part.readings(min(most, max(tokens // _STEPS_A_PASS, _LEAST_TOKENS))))
 
     def _lines(self, part: Slice) -> list[Reading]:
         return list(part.readings(self.memory.build.batch_tokens))

@@ -1,9 +1,10 @@
 """Let each case's logits learn from the tokens that recall it.
 
 Building makes a token's own loss small (§4.1), and nobody recalls a case in its own place. Here
-the same step is taken for the others' loss: r ← r - η ∂L/∂r, where L is the loss of tokens of
-other examples, routed by what they recall. What only one token wanted averages out; what all of
-them lack is added. The kernels are fitted along.
+the logits descend the others' loss: that of tokens of other examples, routed by what they recall.
+What only one token wanted averages out; what all of them lack is added. By Adam, whose steps are of
+one size for all models: a case is recalled by few tokens or by many, and slopes are small or large.
+The kernels are fitted along.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from knn_moe.config import LayerKernel, RoutingConfig
 from knn_moe.optimise import frozen
 
 _KERNEL_RATE: Final = 0.03  # of Adam, falling to 0
+_BETAS, _SMALLEST = (0.9, 0.99), 1e-12  # a value's slope of the mean loss may be as small as 1e-8
 
 
 def learn_values(
@@ -33,25 +35,23 @@ def learn_values(
     on_step: Callable[[], None] = lambda: None,
 ) -> tuple[tuple[LayerKernel, ...], list[Cases]]:
     """Kernels from those of `start` on, and the cases with other values, after so many `passes`
-    over the readings. `rate`: η, falling to 0."""
+    over the readings. `rate`: of Adam, falling to 0."""
     device = cases[0].router.device
     steps = passes * len(studied.readings)
     with frozen(model), torch.enable_grad():
         learning = [replace(each, values=each.values.clone().requires_grad_()) for each in cases]
         gammas = {each.router.layer: each.gamma for each in cases}
         kernels = Kernels(gammas, device, start.kernels)
-        adam = torch.optim.Adam(kernels.parameters(), lr=_KERNEL_RATE)
-        leaves = [kernels.raw, *(each.values for each in learning)]
+        values = [each.values for each in learning]
+        groups = [{"params": [kernels.raw], "lr": _KERNEL_RATE}, {"params": values, "lr": rate}]
+        adam = torch.optim.Adam(groups, betas=_BETAS, eps=_SMALLEST)
         with mixing(learning, kernels, start.k) as mixes:
             for step, place in enumerate(places(len(studied.readings), steps)):
                 summed, count = recalled_loss(model, mixes, studied, place)
-                slopes = torch.autograd.grad(summed, leaves)
-                left = 1 - step / steps
-                kernels.raw.grad = slopes[0] / count
-                adam.param_groups[0]["lr"] = _KERNEL_RATE * left
+                adam.zero_grad()
+                (summed / count).backward()
+                for group, most in zip(adam.param_groups, (_KERNEL_RATE, rate), strict=True):
+                    group["lr"] = most * (1 - step / steps)
                 adam.step()
-                with torch.no_grad():
-                    for each, slope in zip(learning, slopes[1:], strict=True):
-                        each.values.sub_(slope, alpha=rate * left)
                 on_step()
     return kernels.found(), [replace(each, values=each.values.detach()) for each in learning]

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 @click.argument("memory", type=click.Path(path_type=Path))
 @click.argument("reference", type=click.Path(path_type=Path), required=False)
 @click.option("-k", "--neighbours", type=int, multiple=True, help="K to choose among; repeatable.")
-@click.option("--value-rate", type=float, multiple=True, help="η to learn values; repeatable.")
+@click.option("--value-rate", type=float, multiple=True, help="To learn values at; repeatable.")
 @click.option("--keep-values", is_flag=True, help="Fit how cases are used, not what they say.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be chosen.")
 @click.option("--force", is_flag=True, help="Calibrate a memory that was built for another model.")

@@ -48,6 +48,7 @@ METHODS: Final = {
     "sft-router": Entry("SFT (Router Only)", "sft:prepare_router_sft"),
     "knn": Entry("kNN-MoE", "knn_moe:prepare_knn", MEMORY),
     "knn-paper": Entry("kNN-MoE (the paper's setting)", "knn_moe:prepare_paper"),
+    "knn-calibrated": Entry("kNN-MoE (calibrated)", "calibrated:prepare_calibrated"),
     "knn-ivfpq": Entry("kNN-MoE (IVFPQ)", "knn_moe:prepare_ivfpq", MEMORY, package="faiss"),
     "knn-selective": Entry("kNN-MoE (Selective)", "selective:prepare_selective", MEMORY),
     "knn-gated": Entry("kNN-MoE (gated by entropy)", "selective:prepare_gated", MEMORY),
@@ -68,6 +69,9 @@ METHODS: Final = {
     ),
     "knn-lm": Entry("kNN-LM", "knn_lm:prepare_knn_lm"),
     "knn+knn-lm": Entry("kNN-MoE + kNN-LM", "knn_lm:prepare_both"),
+    "knn-calibrated+knn-lm": Entry(
+        "kNN-MoE (calibrated) + kNN-LM", "calibrated:prepare_calibrated_both"
+    ),
     "router-bias": Entry("Router bias on the fly", "router_bias:prepare_router_bias", NOTHING),
 }
 

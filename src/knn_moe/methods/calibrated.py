@@ -1,0 +1,46 @@
+"""kNN-MoE with everything chosen by the reference set (calibration/), as one of the methods."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from knn_moe.calibration import build_calibrated
+from knn_moe.memory import RoutingMemory
+from knn_moe.methods.knn_lm import Together, prepare_knn_lm
+from knn_moe.methods.knn_moe import KnnMoe
+from knn_moe.methods.setting import Setting
+
+
+@dataclass(frozen=True)
+class Calibrated(KnnMoe):
+    """The model with a memory that calibrated itself."""
+
+    name: str = "knn-calibrated"
+
+    def facts(self) -> Mapping[str, Any]:
+        return {**super().facts(), "calibration": self.memory.header.calibration}
+
+
+def prepare_calibrated(setting: Setting) -> Calibrated:
+    """Always a memory of the reference set; of a setting's preset nothing is left."""
+    memory = setting.made("memory-calibrated", lambda: _build(setting))
+    return Calibrated(memory)
+
+
+def prepare_calibrated_both(setting: Setting) -> Together:
+    """And the kNN-LM head of the model alone: see knn_lm.prepare_both."""
+    parts = prepare_calibrated(setting), prepare_knn_lm(setting)
+    return Together(parts, "knn-calibrated+knn-lm")
+
+
+def _build(setting: Setting) -> RoutingMemory:
+    memory, _ = build_calibrated(
+        setting.model,
+        setting.tokenizer,
+        setting.examples,
+        setting.build_config(),
+        on_progress=lambda what, done, total: setting.on_progress(done, total, what),
+    )
+    return memory
