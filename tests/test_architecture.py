@@ -23,7 +23,8 @@ ORDER = """
     index.fused index config gamma
     reference routers experts intercept dense embedded identity header card storage writer
     compressed memory optimise batches drain workspace build recall compression gate hooks
-    trace explanation explain reading handle stats likelihood generation usage controls harness
+    trace explanation explain reading handle memories stats likelihood generation usage controls
+    harness
     labelling.agreement labelling.config labelling.prompts labelling.answers labelling.endpoint
     labelling.label labelling
     calibration.settings calibration.slices calibration.kernels calibration.fit calibration.values
@@ -125,6 +126,8 @@ def test_public_names_are_those_meant() -> None:
         "RoutingConfig",
         "RoutingMemory",
         "attach",
+        "attach_all",
+        "build_calibrated",
         "build_memory",
         "calibrate",
         "compress",

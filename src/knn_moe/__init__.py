@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from knn_moe.build import build_memory
-    from knn_moe.calibration import calibrate
+    from knn_moe.calibration import build_calibrated, calibrate
     from knn_moe.compression import compress
     from knn_moe.config import BuildConfig, RoutingConfig
     from knn_moe.controls import control
     from knn_moe.handle import attach
     from knn_moe.index.settings import IndexConfig
     from knn_moe.labelling import LabelConfig, label
+    from knn_moe.memories import attach_all
     from knn_moe.memory import RoutingMemory
     from knn_moe.pruning import prune
     from knn_moe.reference import Example, load_examples
@@ -32,6 +33,8 @@ __all__ = [
     "RoutingConfig",
     "RoutingMemory",
     "attach",
+    "attach_all",
+    "build_calibrated",
     "build_memory",
     "calibrate",
     "compress",
@@ -51,6 +54,8 @@ _HOMES = {
     "RoutingConfig": "config",
     "RoutingMemory": "memory",
     "attach": "handle",
+    "attach_all": "memories",
+    "build_calibrated": "calibration",
     "build_memory": "build",
     "calibrate": "calibration",
     "compress": "compression",

@@ -6,7 +6,7 @@ Knows the model's structure through routers.py and intercept.py; the mathematics
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
@@ -20,7 +20,7 @@ from knn_moe.errors import AttachError, ConfigError, MemoryMismatchError, Router
 from knn_moe.explain import Reader, explain_sequences, read_text, sequences_of
 from knn_moe.explanation import Explanation
 from knn_moe.gate import open_gate
-from knn_moe.hooks import LayerStats, RecallHook, RouterCall, TokenMask
+from knn_moe.hooks import LayerStats, RecallHook, RouterCall, Rows, TokenMask
 from knn_moe.identity import identify
 from knn_moe.intercept import forget_compiled_graphs, hook_on, takes_top
 from knn_moe.memory import RoutingMemory
@@ -42,21 +42,58 @@ def attach(
     own is used. `force` attaches a memory that was built for another model of the same shape.
     """
     config = config or memory.routing
+    check_free(model)
+    return Routing(model, memory, config, routers_for(model, memory, config, force=force))
+
+
+def check_free(model: nn.Module) -> None:
+    """Refuse a model with a memory on it."""
+    for router in find_routers(model):
+        if hook_on(router) is not None:
+            raise AttachError(
+                f"{type(model).__name__} has a memory attached already (at {router.name!r}). "
+                f"Detach it first; merge() makes one memory of several, attach_all() puts several "
+                f"on."
+            )
+
+
+def routers_for(
+    model: nn.Module, memory: RoutingMemory, config: RoutingConfig, *, force: bool
+) -> list[Router]:
+    """The routers that a memory goes on, if it is used so; refused where it does not belong."""
     if config.drawn is None and memory.routing.drawn is not None:
         raise ConfigError(
             "This memory is a control, used with cases drawn at random, and the config given would "
             "recall the nearest: give it as dataclasses.replace(memory.routing, …)."
         )
-    routers = find_routers(model)
     if not force:
         check_belongs(model, memory)
-    for router in routers:
-        if hook_on(router) is not None:
-            raise AttachError(
-                f"{type(model).__name__} has a memory attached already (at {router.name!r}). "
-                f"Detach it first; merge() makes one memory of several."
-            )
-    return Routing(model, memory, config, _choose(routers, memory, config))
+    return _choose(find_routers(model), memory, config)
+
+
+def recall_hook(
+    router: Router,
+    memory: RoutingMemory,
+    config: RoutingConfig,
+    mask: TokenMask,
+    rows: Rows | None = None,
+) -> RecallHook:
+    """The hook of one layer's memory, on its router's device."""
+    device = router.device
+    kernel = layer_kernel(memory, router.layer, config, device)
+    layer = memory.layers[router.layer]
+    gate = open_gate(router, layer, config)
+    kernels_count = config.stats and device.type == "cuda" and gate is None
+    top = router.top_k if kernels_count and takes_top(router) else 0
+    try:
+        recall = LayerRecall(layer, kernel, config, device, count_top=top)
+    except torch.OutOfMemoryError:
+        raise AttachError(
+            f"The memory ({memory.nbytes / 1e9:,.1f} GB) does not fit on {device} beside the "
+            f'model. Compress it (knn-moe compress), use RoutingConfig(index="fast"), or attach '
+            f"fewer layers with RoutingConfig(layers=…)."
+        ) from None
+    return RecallHook(router, recall, mask, count_changes=config.stats, gate=gate, rows=rows)
 
 
 class Routing:
@@ -70,27 +107,12 @@ class Routing:
         self._model = model
         self._mask = TokenMask(model, routers)
         self._reading = Reading(self._mask)
-        self._hooks = [self._hook(router) for router in routers] if len(memory) else []
+        self._hooks = [
+            recall_hook(router, memory, config, self._mask) for router in routers if len(memory)
+        ]
         forget_compiled_graphs()
         self._handles = [handle for hook in self._hooks for handle in hook.install()]
         self._handles += self._reading.install() + self._mask.install(self._check_called)
-
-    def _hook(self, router: Router) -> RecallHook:
-        device = router.device
-        kernel = layer_kernel(self.memory, router.layer, self.config, device)
-        layer = self.memory.layers[router.layer]
-        gate = open_gate(router, layer, self.config)
-        kernels_count = self.config.stats and device.type == "cuda" and gate is None
-        top = router.top_k if kernels_count and takes_top(router) else 0
-        try:
-            recall = LayerRecall(layer, kernel, self.config, device, count_top=top)
-        except torch.OutOfMemoryError:
-            raise AttachError(
-                f"The memory ({self.memory.nbytes / 1e9:,.1f} GB) does not fit on {device} beside "
-                f'the model. Compress it (knn-moe compress), use RoutingConfig(index="fast"), or '
-                f"attach fewer layers with RoutingConfig(layers=…)."
-            ) from None
-        return RecallHook(router, recall, self._mask, count_changes=self.config.stats, gate=gate)
 
     def stats(self) -> dict[int, LayerStats]:
         """Per layer: calls, tokens, mean λ, and the share of tokens whose experts changed."""
@@ -177,14 +199,10 @@ class Routing:
         self._handles = []
 
     def _check_called(self) -> None:
-        missed = [hook.router.name for hook in self._hooks if not hook.was_called()]
-        if missed:
+        missed = uncalled(self._hooks)
+        if missed is not None:
             self._remove()
-            raise RouterNotCalledError(
-                f"The model ran without calling {_names(missed)}, so the memory had no effect "
-                f"there and was taken off. A quantised or fused block may go around the router: "
-                f"load the model without it (for GPT-OSS: Mxfp4Config(dequantize=True))."
-            )
+            raise missed
 
     def __enter__(self) -> Routing:
         return self
@@ -203,6 +221,18 @@ class Routing:
     def __repr__(self) -> str:
         state = "attached" if self._handles else "detached"
         return f"Routing({state}, {len(self._hooks)} layers, {self.memory!r})"
+
+
+def uncalled(hooks: Iterable[RecallHook]) -> RouterNotCalledError | None:
+    """What to say of routers that a model ran without, if there are any."""
+    missed = [hook.router.name for hook in hooks if not hook.was_called()]
+    if not missed:
+        return None
+    return RouterNotCalledError(
+        f"The model ran without calling {_names(missed)}, so the memory had no effect there and "
+        f"was taken off. A quantised or fused block may go around the router: load the model "
+        f"without it (for GPT-OSS: Mxfp4Config(dequantize=True))."
+    )
 
 
 def check_belongs(model: nn.Module, memory: RoutingMemory) -> None:

@@ -6,7 +6,7 @@ updates them like any buffer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from knn_moe.errors import ConfigError
 from knn_moe.gate import Gate
 from knn_moe.intercept import ReplaceLogits, RouterHook, chosen_experts
 from knn_moe.recall import UNITS, LayerRecall
@@ -76,6 +77,39 @@ class RouterCall:
     confidence: Tensor
 
 
+class Rows:
+    """The rows of a batch that a memory is for: all of them, unless it is told."""
+
+    def __init__(self) -> None:
+        self.ever = True  # whether there were any, so far
+        self.nobody = False
+        self.chosen: Tensor | None = None  # [rows] bool; None: all
+
+    @classmethod
+    def none(cls) -> Rows:
+        rows = cls()
+        rows.ever, rows.nobody = False, True
+        return rows
+
+    def choose(self, rows: Tensor | None) -> None:
+        """Shapes: rows [rows] bool; None: all."""
+        self.nobody = rows is not None and not bool(rows.any())
+        self.ever |= not self.nobody
+        self.chosen = None if rows is None or bool(rows.all()) else rows
+
+    def of(self, tokens: int, device: torch.device) -> Tensor | None:
+        """[tokens] bool on `device`, row after row; None: all. Rows that `generate` repeats, for
+        beams or several answers, follow each other, as a row's tokens do."""
+        if self.chosen is None:
+            return None
+        if tokens % len(self.chosen):
+            raise ConfigError(
+                f"A memory was chosen for each of {len(self.chosen)} rows, and the model reads "
+                f"{tokens} tokens, which are no such rows: name one for each row of the batch."
+            )
+        return self.chosen.to(device).repeat_interleave(tokens // len(self.chosen))
+
+
 class RecallHook(RouterHook):
     """Mixes a layer's recalled logits into its router's, and counts what that did."""
 
@@ -87,10 +121,12 @@ class RecallHook(RouterHook):
         *,
         count_changes: bool,
         gate: Gate | None = None,
+        rows: Rows | None = None,
     ) -> None:
         super().__init__(router, self.mix)
         self.recall = recall
         self.gate = gate
+        self.rows = rows or Rows()
         # Kernels would count what the gate then turns away.
         self.kernels_count = recall.counts and gate is None
         self.mask = mask
@@ -100,11 +136,19 @@ class RecallHook(RouterHook):
         self.observer: Callable[[RouterCall], None] | None = None
 
     def mix(self, inputs: Tensor, logits: Tensor) -> Tensor:
+        if self.rows.nobody:
+            return logits
         real = self.mask.real(len(inputs), inputs.device)
+        mine = self.rows.of(len(inputs), inputs.device)
+        if mine is not None:
+            real = mine if real is None else mine & real
         counts = self.counts.sums if self.kernels_count else None
         mixed, confidence = self.recall.forward(inputs, logits, counts, real)
         if self.gate is not None:
             mixed, confidence = self.gate.forward(logits, mixed, confidence)
+        if mine is not None:
+            mixed = torch.where(mine[:, None], mixed, logits)
+            confidence = confidence.masked_fill(~mine, 0.0)
         self.state.step = inputs, logits, mixed, confidence, real
         return mixed
 
@@ -112,6 +156,12 @@ class RecallHook(RouterHook):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         super().after(module, args, kwargs, output)
+        self.count(module, args, kwargs, output)
+
+    def count(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """What the call came to, from what the router returned."""
         state = self.state
         step, state.step = state.step, None
         if step is None or output is None:
@@ -154,7 +204,8 @@ class RecallHook(RouterHook):
             return module.forward(*args, **kwargs)
 
     def was_called(self) -> bool:
-        return self.called or int(self.counts.sums[0]) > 0
+        """Or was not to be: a memory that no row was for does not ask its router."""
+        return self.called or not self.rows.ever or int(self.counts.sums[0]) > 0
 
     def stats(self) -> LayerStats:
         calls, tokens, changed, confidence = self.counts.sums.tolist()
@@ -164,6 +215,26 @@ class RecallHook(RouterHook):
             mean_confidence=confidence / UNITS / max(tokens, 1),
             changed=changed / max(tokens, 1) if self.count_changes else None,
         )
+
+
+class HookStack(RouterHook):
+    """The hooks of several memories at one router, one after the other."""
+
+    def __init__(self, hooks: Sequence[RecallHook]) -> None:
+        super().__init__(hooks[0].router, self.mix)
+        self.hooks = hooks
+
+    def mix(self, inputs: Tensor, logits: Tensor) -> Tensor:
+        for hook in self.hooks:
+            logits = hook.mix(inputs, logits)
+        return logits
+
+    def after(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        super().after(module, args, kwargs, output)
+        for hook in self.hooks:
+            hook.count(module, args, kwargs, output)
 
 
 class TokenMask:
