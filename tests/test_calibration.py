@@ -439,6 +439,8 @@ def test_the_command_writes_what_it_finds(
     shown = knn_moe("inspect", folder).stdout
     assert f"{said['change']['difference']:+.4f} nats a token" in shown
     assert "γ × to weigh" in shown
+    card = (folder / "README.md").read_text(encoding="utf8")
+    assert f"| calibrated | {said['change']['difference']:+.3f} nats a token" in card
 
 
 def test_building_and_calibrating_at_once(folders: tuple[Path, Path], tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ def model_card(config: Mapping[str, Any]) -> str:
     name = base["name"]
     index = f", {routing['index']['kind']} index" if routing["index"] else ""
     known_to_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", name)
+    since = _calibrated(config.get("calibration")) + _pruned(config.get("pruned"))
     origin = f"base_model: {name}\n" if known_to_hub else ""
     return f"""---
 library_name: knn-moe
@@ -41,10 +42,29 @@ with attach(model, memory):
 | built with | preset `{build["preset"]}`, S = {build["steps"]}, η = {build["learning_rate"]}, \
 {build["gradient"]} gradient, {build["tokens"]} tokens |
 | meant to be used with | K = {routing["k"]}, {routing["similarity"]} similarity{index} |
-| base model revision | {base["revision"] or "unknown"} |
+{since}| base model revision | {base["revision"] or "unknown"} |
 | router fingerprint | `{base["fingerprint"][:16]}` |
 | size | {config["bytes"] / 1e6:,.1f} MB |
 | libraries | {", ".join(f"{key} {value}" for key, value in config["libraries"].items())} |
 
 It holds the tokens of its reference set: share it as you would share that text.
 """
+
+
+def _calibrated(found: Mapping[str, Any] | None) -> str:
+    """What it was found to be worth, as a row, if it was asked."""
+    if not found:
+        return ""
+    change = found["change"]
+    worth = (
+        f"{change['difference']:+.3f} nats a token ({change['low']:+.3f} to {change['high']:+.3f}) "
+        f"on {found['examples']} reference examples that had no part in it"
+    )
+    silent = "" if found["helps"] else ": no better than the model alone, so it keeps silent"
+    return f"| calibrated | {worth}{silent} |\n"
+
+
+def _pruned(left: Mapping[str, Any] | None) -> str:
+    if not left:
+        return ""
+    return f"| pruned | {left['kept']:,} of {left['cases']:,} cases kept, by {left['score']} |\n"
