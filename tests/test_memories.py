@@ -155,13 +155,25 @@ def test_what_is_refused(model: PreTrainedModel, memories: dict[str, RoutingMemo
         pass
 
 
-def test_rows_that_are_not_the_batch_s(
+def test_a_memory_that_was_chosen_and_never_asked(
     model: PreTrainedModel, memories: dict[str, RoutingMemory]
+) -> None:
+    with attach_all(model, memories) as routing:
+        with routing.using("law"), routing.using("medicine"):
+            read(model)
+        with routing.using("law"):
+            pass
+    assert routing.stats()["law"][max(memories["law"].layers)].calls == 0
+
+
+@pytest.mark.parametrize("ids", [ROWS, ROWS[:1, :8]])
+def test_rows_that_are_not_the_batch_s(
+    model: PreTrainedModel, memories: dict[str, RoutingMemory], ids: Tensor
 ) -> None:
     with (
         pytest.raises(ConfigError, match="each of 2 rows"),
         attach_all(model, memories) as routing,
         routing.using(["law", None]),
     ):
-        read(model)
+        read(model, ids)
     assert not any(router.scope._forward_pre_hooks for router in find_routers(model))

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from knn_moe.config import RoutingConfig
 from knn_moe.errors import AttachError, ConfigError, MemoryMismatchError, RouterNotCalledError
@@ -96,7 +97,59 @@ def recall_hook(
     return RecallHook(router, recall, mask, count_changes=config.stats, gate=gate, rows=rows)
 
 
-class Routing:
+class Handle:
+    """What is on a model: hooks, which `detach` takes off again."""
+
+    _mask: TokenMask
+    _handles: list[RemovableHandle]
+
+    def recall_hooks(self) -> Iterable[RecallHook]:
+        """Of every router that is asked."""
+        raise NotImplementedError
+
+    def detach(self) -> None:
+        """Take it off. Does nothing the second time.
+
+        Raises if the model ran and a router was never asked, so that nobody mistakes a memory
+        without effect for one that did not help.
+        """
+        if not self._handles:
+            return
+        self._remove()
+        if self._mask.ran():
+            self._check_called()
+
+    def _remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _check_called(self) -> None:
+        missed = [hook.router.name for hook in self.recall_hooks() if not hook.was_called()]
+        if missed:
+            self._remove()
+            raise RouterNotCalledError(
+                f"The model ran without calling {_names(missed)}, so the memory had no effect "
+                f"there and was taken off. A quantised or fused block may go around the router: "
+                f"load the model without it (for GPT-OSS: Mxfp4Config(dequantize=True))."
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.detach()
+        else:
+            self._remove()
+
+
+class Routing(Handle):
     """The handle of an attached memory. Attached on creation; `detach` undoes it."""
 
     def __init__(
@@ -113,6 +166,9 @@ class Routing:
         forget_compiled_graphs()
         self._handles = [handle for hook in self._hooks for handle in hook.install()]
         self._handles += self._reading.install() + self._mask.install(self._check_called)
+
+    def recall_hooks(self) -> list[RecallHook]:
+        return self._hooks
 
     def stats(self) -> dict[int, LayerStats]:
         """Per layer: calls, tokens, mean λ, and the share of tokens whose experts changed."""
@@ -181,58 +237,9 @@ class Routing:
             for hook, earlier in zip(self._hooks, before, strict=True):
                 hook.observer = earlier
 
-    def detach(self) -> None:
-        """Take the memory off. Does nothing the second time.
-
-        Raises if the model ran and a router was never asked, so that nobody mistakes a memory
-        without effect for one that did not help.
-        """
-        if not self._handles:
-            return
-        self._remove()
-        if self._mask.ran():
-            self._check_called()
-
-    def _remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
-    def _check_called(self) -> None:
-        missed = uncalled(self._hooks)
-        if missed is not None:
-            self._remove()
-            raise missed
-
-    def __enter__(self) -> Routing:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if kind is None:
-            self.detach()
-        else:
-            self._remove()
-
     def __repr__(self) -> str:
         state = "attached" if self._handles else "detached"
         return f"Routing({state}, {len(self._hooks)} layers, {self.memory!r})"
-
-
-def uncalled(hooks: Iterable[RecallHook]) -> RouterNotCalledError | None:
-    """What to say of routers that a model ran without, if there are any."""
-    missed = [hook.router.name for hook in hooks if not hook.was_called()]
-    if not missed:
-        return None
-    return RouterNotCalledError(
-        f"The model ran without calling {_names(missed)}, so the memory had no effect there and "
-        f"was taken off. A quantised or fused block may go around the router: load the model "
-        f"without it (for GPT-OSS: Mxfp4Config(dequantize=True))."
-    )
 
 
 def check_belongs(model: nn.Module, memory: RoutingMemory) -> None:

@@ -81,33 +81,37 @@ class Rows:
     """The rows of a batch that a memory is for: all of them, unless it is told."""
 
     def __init__(self) -> None:
-        self.ever = True  # whether there were any, so far
+        self.asked = True  # whether the model ever ran with some
         self.nobody = False
         self.chosen: Tensor | None = None  # [rows] bool; None: all
+        self._on: dict[torch.device, Tensor] = {}
 
     @classmethod
     def none(cls) -> Rows:
         rows = cls()
-        rows.ever, rows.nobody = False, True
+        rows.asked, rows.nobody = False, True
         return rows
 
-    def choose(self, rows: Tensor | None) -> None:
-        """Shapes: rows [rows] bool; None: all."""
-        self.nobody = rows is not None and not bool(rows.any())
-        self.ever |= not self.nobody
-        self.chosen = None if rows is None or bool(rows.all()) else rows
+    def choose(self, rows: Tensor) -> None:
+        """Shapes: rows [rows] bool."""
+        self.nobody = not bool(rows.any())
+        self.chosen = None if bool(rows.all()) else rows
+        self._on = {}
 
-    def of(self, tokens: int, device: torch.device) -> Tensor | None:
+    def of(self, tokens: int, batch: int, device: torch.device) -> Tensor | None:
         """[tokens] bool on `device`, row after row; None: all. Rows that `generate` repeats, for
         beams or several answers, follow each other, as a row's tokens do."""
         if self.chosen is None:
             return None
-        if tokens % len(self.chosen):
+        rows = len(self.chosen)
+        if batch % rows or tokens % rows:
             raise ConfigError(
-                f"A memory was chosen for each of {len(self.chosen)} rows, and the model reads "
-                f"{tokens} tokens, which are no such rows: name one for each row of the batch."
+                f"A memory was chosen for each of {rows} rows, and the model reads {batch}: name "
+                f"one for each row of the batch."
             )
-        return self.chosen.to(device).repeat_interleave(tokens // len(self.chosen))
+        if device not in self._on:
+            self._on[device] = self.chosen.to(device)
+        return self._on[device].repeat_interleave(tokens // rows)
 
 
 class RecallHook(RouterHook):
@@ -139,7 +143,7 @@ class RecallHook(RouterHook):
         if self.rows.nobody:
             return logits
         real = self.mask.real(len(inputs), inputs.device)
-        mine = self.rows.of(len(inputs), inputs.device)
+        mine = self.rows.of(len(inputs), self.mask.batch, inputs.device)
         if mine is not None:
             real = mine if real is None else mine & real
         counts = self.counts.sums if self.kernels_count else None
@@ -205,7 +209,7 @@ class RecallHook(RouterHook):
 
     def was_called(self) -> bool:
         """Or was not to be: a memory that no row was for does not ask its router."""
-        return self.called or not self.rows.ever or int(self.counts.sums[0]) > 0
+        return self.called or not self.rows.asked or int(self.counts.sums[0]) > 0
 
     def stats(self) -> LayerStats:
         calls, tokens, changed, confidence = self.counts.sums.tolist()
@@ -245,12 +249,15 @@ class TokenMask:
         self.counts = Counts(routers[0].device if routers else torch.device("cpu"))
         self.ran_eagerly = False
         self.mask: Tensor | None = None
+        self.batch = 0  # rows of this step
 
     def install(self, on_run: Callable[[], None]) -> list[RemovableHandle]:
         """Read the mask before each run of the decoder stack; call `on_run` after the first."""
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self.mask = _real_tokens(args, kwargs)
+            read = _tokens(args, kwargs)
+            self.batch = 0 if read is None else len(read)
             self.counts.sums[0] += 1
 
         def after(
@@ -290,11 +297,15 @@ def _stack_of(model: nn.Module, routers: list[Router]) -> nn.Module:
     return model
 
 
+def _tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """What is read in this step, [B, T] or [B, T, d]."""
+    tokens: Tensor | None = kwargs.get("input_ids", args[0] if args else None)
+    return kwargs.get("inputs_embeds") if tokens is None else tokens
+
+
 def _real_tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
     """Real tokens of this step [B, T], from the forward's own arguments; None if all are."""
-    tokens = kwargs.get("input_ids", args[0] if args else None)
-    if tokens is None:
-        tokens = kwargs.get("inputs_embeds")
+    tokens = _tokens(args, kwargs)
     mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
     if isinstance(mask, Mapping):
         mask = next(iter(mask.values()), None)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 
 import torch
 from torch import nn
@@ -22,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from knn_moe.config import RoutingConfig
 from knn_moe.errors import AttachError, ConfigError
-from knn_moe.handle import check_free, recall_hook, routers_for, uncalled
+from knn_moe.handle import Handle, check_free, recall_hook, routers_for
 from knn_moe.hooks import HookStack, LayerStats, RecallHook, Rows, TokenMask
 from knn_moe.intercept import forget_compiled_graphs
 from knn_moe.memory import RoutingMemory
@@ -51,7 +50,7 @@ def attach_all(
     return Memories(model, memories, configs, force=force)
 
 
-class Memories:
+class Memories(Handle):
     """The handle of several attached memories. Attached on creation; `detach` undoes it."""
 
     def __init__(
@@ -80,13 +79,19 @@ class Memories:
 
     def _install(self) -> list[RemovableHandle]:
         by_router: dict[str, list[RecallHook]] = {}
-        for hook in self._all():
+        for hook in self.recall_hooks():
             by_router.setdefault(hook.router.name, []).append(hook)
         handles = [handle for hooks in by_router.values() for handle in HookStack(hooks).install()]
+        handles.append(self._mask.stack.register_forward_pre_hook(self._before))
         return handles + self._mask.install(self._check_called)
 
-    def _all(self) -> list[RecallHook]:
+    def recall_hooks(self) -> list[RecallHook]:
         return [hook for hooks in self._hooks.values() for hook in hooks]
+
+    def _before(self, module: nn.Module, args: object) -> None:
+        """The model runs: what is chosen now is to be asked."""
+        for rows in self._rows.values():
+            rows.asked |= not rows.nobody
 
     @contextmanager
     def using(self, choice: str | Sequence[str | None] | None) -> Iterator[None]:
@@ -121,39 +126,6 @@ class Memories:
             name: {hook.router.layer: hook.stats() for hook in hooks}
             for name, hooks in self._hooks.items()
         }
-
-    def detach(self) -> None:
-        """Take the memories off. Does nothing the second time; raises as Routing.detach does."""
-        if not self._handles:
-            return
-        self._remove()
-        if self._mask.ran():
-            self._check_called()
-
-    def _remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
-    def _check_called(self) -> None:
-        missed = uncalled(self._all())
-        if missed is not None:
-            self._remove()
-            raise missed
-
-    def __enter__(self) -> Memories:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if kind is None:
-            self.detach()
-        else:
-            self._remove()
 
     def __repr__(self) -> str:
         state = "attached" if self._handles else "detached"
