@@ -7,6 +7,7 @@ import math
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,8 +36,8 @@ from knn_moe.calibration.fit import (
     recalled_loss,
 )
 from knn_moe.calibration.judge import Baseline, judge
-from knn_moe.calibration.kernels import Kernels
-from knn_moe.calibration.slices import draw, own_reference, split
+from knn_moe.calibration.kernels import DivergedError, Kernels
+from knn_moe.calibration.slices import Slice, own_reference, split
 from knn_moe.calibration.targets import choose_targets
 from knn_moe.calibration.values import learn_values
 from knn_moe.cli.main import main
@@ -337,7 +338,11 @@ def test_bad_settings(field: str, value: object) -> None:
 
 
 def test_compressing_keeps_it_and_merging_forgets_what_it_was_worth(
-    model: PreTrainedModel, memory: RoutingMemory, found: Calibration, tmp_path: Path
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    memory: RoutingMemory,
+    found: Calibration,
+    tmp_path: Path,
 ) -> None:
     calibrated = found.apply(memory)
     small = compress(calibrated, "fast", tmp_path / "small")
@@ -350,8 +355,9 @@ def test_compressing_keeps_it_and_merging_forgets_what_it_was_worth(
             model(ids)
         seen.append([layer.mean_confidence for layer in routing.stats().values()])
     assert seen[1] == pytest.approx(seen[0], abs=0.05)
-    with pytest.raises(CalibrationError, match="were learned from its own examples"):
-        calibrate(model, calibrated, config=QUICK)
+    for examples in (None, sayings(40)):
+        with pytest.raises(CalibrationError, match="were learned from its own examples"):
+            calibrate(model, calibrated, examples, QUICK, tokenizer=tokenizer)
     with pytest.raises(ConfigError, match="those to drop included"):
         calibrated.without([0])
     merged = memory.merge(calibrated)
@@ -364,7 +370,8 @@ def test_targets_are_worth_what_a_memory_of_them_is(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, memory: RoutingMemory
 ) -> None:
     """The loss of the best way, against a memory of the sample built in that way and judged."""
-    readings = list(draw(own_reference(memory), 10_000, seed=0).readings(1024))
+    owner = owners(memory.provenance)
+    readings = list(Slice(own_reference(memory), [*range(len(owner))], owner).readings(1024))
     tried = choose_targets(model, find_routers(model), readings, BUILD)
     assert [way.loss for way in tried] == sorted(way.loss for way in tried)
     assert len({(way.gradient, way.learning_rate, way.steps) for way in tried}) == 2 * 5 * 2
@@ -377,6 +384,67 @@ def test_targets_are_worth_what_a_memory_of_them_is(
         judged = judge(model, cases, Baseline.of(model, readings), strong)
         assert way.loss == pytest.approx(judged.loss, abs=0.1)
     assert tried[0].loss < judged.alone
+
+
+def test_targets_are_chosen_without_those_who_judge(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    memory: RoutingMemory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: set[int] = set()
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        for reading in args[2]:
+            seen.update(reading.example.tolist())
+        return choose_targets(*args, **kwargs)
+
+    monkeypatch.setattr("knn_moe.calibration.build.choose_targets", watched)
+    build_calibrated(model, tokenizer, sayings(40), replace(BUILD, batch_tokens=1024), QUICK)
+    parts = split(own_reference(memory), QUICK)
+    for part in (parts.choosing, parts.judging):
+        assert not seen & set(part.owner[part.windows].tolist())
+    assert seen <= set(parts.fitting.owner[parts.fitting.windows].tolist())
+
+
+def test_what_leads_nowhere_is_left_out(
+    model: PreTrainedModel, memory: RoutingMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def diverge(*args: Any, **kwargs: Any) -> None:
+        raise DivergedError
+
+    monkeypatch.setattr("knn_moe.calibration.trials.learn_values", diverge)
+    kept = calibrate(model, memory, config=QUICK)
+    assert [trial.name for trial in kept.trials] == [
+        "kernels, K = 1",
+        "kernels, K = 4",
+        "as it was",
+    ]
+    assert kept.values is None
+    monkeypatch.setattr("knn_moe.calibration.trials.fit_kernels", diverge)
+    with pytest.raises(CalibrationError, match="finite loss"):
+        calibrate(model, memory, config=QUICK)
+
+
+def test_values_that_are_no_numbers(model: PreTrainedModel, memory: RoutingMemory) -> None:
+    layers = {
+        index: replace(layer, values=layer.values * float("nan"))
+        for index, layer in memory.full_layers().items()
+    }
+    with pytest.raises(CalibrationError, match="finite loss"):
+        calibrate(model, replace(memory, layers=layers, folder=None), config=QUICK)
+
+
+def test_distances_are_those_of_the_cases_recalled(
+    model: PreTrainedModel, memory: RoutingMemory, found: Calibration
+) -> None:
+    cases = cases_of(model, memory)
+    studied = study(model, memory, cases)
+    for each, near in zip(cases, studied.neighbours, strict=True):
+        one = found.distances[each.router.layer]
+        assert one.nearest == pytest.approx(near.mean_distance(0), rel=1e-3)
+        assert one.last == pytest.approx(near.mean_distance(found.routing.k - 1), rel=1e-3)
+        assert 0 < one.nearest <= one.last
 
 
 def test_a_memory_that_chooses_everything(
@@ -448,6 +516,13 @@ def test_building_and_calibrating_at_once(folders: tuple[Path, Path], tmp_path: 
     lines = "".join(json.dumps({"text": text}) + "\n" for text in sayings(40))
     (tmp_path / "reference.jsonl").write_text(lines)
     arguments = ("build", network, tmp_path / "reference.jsonl", "-o", tmp_path / "new")
+    for more, message in (
+        (("--steps", 3), "--calibrate chooses steps"),
+        (("--append", folders[1]), "do not go together"),
+    ):
+        refused = knn_moe(*arguments, "--calibrate", *more)
+        assert refused.exit_code == 2
+        assert message in " ".join(refused.stderr.split())
     done = knn_moe(*arguments, "--calibrate", "--json")
     assert done.exit_code == 0, done.output
     said = json.loads(done.stdout)
@@ -468,6 +543,7 @@ def test_the_command_refuses(folders: tuple[Path, Path], tmp_path: Path) -> None
         ((network, folder, tmp_path / "none.jsonl"), "none.jsonl"),
         ((network, tmp_path / "nothing"), "nothing"),
         ((network, folder, "-k", 0), "neighbours must be"),
+        ((network, folder, "--keep-values", "--value-rate", 0.1), "do not go together"),
     ):
         result = knn_moe("calibrate", *arguments)
         assert result.exit_code == 2

@@ -131,14 +131,14 @@ def _fill(
             if number in workspace.finished:
                 progress.skip(tokens)
                 continue
-            with _fitting(config, tuple(batch.ids.shape)):
+            with fitting(config, tuple(batch.ids.shape)):
                 cases = optimise_routing(model, routers, batch.to(device), config)
             drain.submit(cases, rows, partial(workspace.mark, number))
             progress.add(tokens)
 
 
 @contextmanager
-def _fitting(config: BuildConfig, shape: tuple[int, ...]) -> Iterator[None]:
+def fitting(config: BuildConfig, shape: tuple[int, ...]) -> Iterator[None]:
     """Running out of memory, said in words."""
     try:
         yield

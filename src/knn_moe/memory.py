@@ -173,8 +173,12 @@ class RoutingMemory:
             memory.full_layers()
         for other in others:
             _check_mergeable(self, other)
-        learned = any(memory.header.learned for memory in (self, *others))
-        header = replace(self.header.uncalibrated(), pruned=None, learned=learned)
+        headers = [memory.header for memory in (self, *others)]
+        header = replace(
+            self.header.uncalibrated(),
+            pruned=_pruned_in_all((self, *others)),
+            learned=any(header.learned for header in headers),
+        )
         memories = [replace(self, header=header), *others]
         provenance = concatenate([memory.provenance for memory in memories])
         return _written(folder, memories, provenance, overwrite=overwrite)
@@ -336,11 +340,25 @@ def _read_layer(entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Laye
     return LayerMemory(gamma=entry["gamma"], **tensors)
 
 
+def _pruned_in_all(memories: Sequence[RoutingMemory]) -> dict[str, Any] | None:
+    """What was left of all of them together, if of any some was pruned."""
+    cut = [memory.header.pruned for memory in memories if memory.header.pruned]
+    if not cut:
+        return None
+    cases = sum((memory.header.pruned or {}).get("cases", len(memory)) for memory in memories)
+    return {**cut[0], "cases": cases, "kept": sum(map(len, memories))}
+
+
 def _check_mergeable(first: RoutingMemory, other: RoutingMemory) -> None:
     if first.base_model.fingerprint != other.base_model.fingerprint:
         raise MemoryMismatchError(
             f"These memories belong to different models, {first.base_model} and "
             f"{other.base_model}, and cannot be merged."
+        )
+    if first.build.tokens != other.build.tokens:
+        raise MemoryMismatchError(
+            f"One of these memories is of {first.build.tokens} tokens and the other of "
+            f"{other.build.tokens} ones: build them alike to merge them."
         )
     mine, theirs = (
         {index: layer.shape for index, layer in memory.layers.items()} for memory in (first, other)

@@ -9,18 +9,21 @@ from typing import Any, Final
 
 from torch import nn
 
-from knn_moe.build import BuildProgress, build_memory, reference_tokens
+from knn_moe.build import BuildProgress, build_memory, fitting, reference_tokens
 from knn_moe.calibration.choose import calibrate
 from knn_moe.calibration.result import Calibration, write_calibrated
 from knn_moe.calibration.settings import CalibrationConfig
-from knn_moe.calibration.slices import draw, split
+from knn_moe.calibration.slices import split
 from knn_moe.calibration.targets import choose_targets
 from knn_moe.calibration.trials import OnProgress
 from knn_moe.config import BuildConfig
 from knn_moe.experts import fast_experts
+from knn_moe.handle import check_free
+from knn_moe.intercept import forget_compiled_graphs
 from knn_moe.memory import RoutingMemory
 from knn_moe.reference import ExampleLike, iter_examples
 from knn_moe.routers import find_routers
+from knn_moe.storage import refuse_existing
 
 _SHARE: Final = 0.1  # of the reference set, on which ways to find better logits are tried
 _LEAST_TOKENS, _MOST_TOKENS = 1024, 8192
@@ -44,13 +47,19 @@ def build_calibrated(
     """
     config, calibration = config or BuildConfig(), calibration or CalibrationConfig()
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper would trace our hooks
+    if folder is not None:
+        refuse_existing(Path(folder), overwrite=False)
+    check_free(model)
     listed = list(iter_examples(examples))
     reference = reference_tokens(model, tokenizer, listed, config)
-    split(reference, calibration)  # too few examples are told before the work
     wanted = round(_SHARE * len(reference.provenance.stream))
-    wanted = min(max(_LEAST_TOKENS, wanted), _MOST_TOKENS)
-    readings = list(draw(reference, wanted, calibration.seed).readings(config.batch_tokens))
-    with fast_experts(model):
+    # Of what is fitted alone: what is judged by must have no part in this either.
+    sample = split(reference, calibration).fitting.first(
+        min(max(_LEAST_TOKENS, wanted), _MOST_TOKENS)
+    )
+    readings = list(sample.readings(config.batch_tokens))
+    forget_compiled_graphs()
+    with fitting(config, tuple(readings[0].batch.ids.shape)), fast_experts(model):
         tried = choose_targets(
             model,
             find_routers(model),

@@ -18,7 +18,7 @@ from torch import nn
 
 from knn_moe.batches import ReferenceTokens
 from knn_moe.build import reference_tokens
-from knn_moe.calibration.result import Calibration
+from knn_moe.calibration.result import Calibration, Outcome
 from knn_moe.calibration.settings import CalibrationConfig
 from knn_moe.calibration.slices import own_reference
 from knn_moe.calibration.trials import OnProgress, Trial, Workbench
@@ -27,6 +27,7 @@ from knn_moe.experts import fast_experts
 from knn_moe.handle import check_belongs
 from knn_moe.intercept import forget_compiled_graphs
 from knn_moe.memory import RoutingMemory
+from knn_moe.provenance import owners
 from knn_moe.reference import ExampleLike, iter_examples
 
 
@@ -51,51 +52,90 @@ def calibrate(
     started = time.monotonic()
     config = config or CalibrationConfig()
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper would trace our hooks
+    if memory.routing.drawn is not None:
+        raise CalibrationError(
+            "This memory is a control, used with cases drawn at random: calibrate the memory it "
+            "was made from."
+        )
     if not force:
         check_belongs(model, memory)
     reference = _reference(model, memory, examples, tokenizer)
     forget_compiled_graphs()
     with torch.inference_mode(False), fast_experts(model), _fitting_in(memory, config):
         bench = Workbench(model, memory, reference, config, on_progress)
-        fitted = [bench.fit_kernels(k) for k in bench.counts]
-        learned = [bench.learn_values(_best(fitted), rate) for rate in config.value_rates]
-        trials = [*bench.usual(), *fitted, *learned]
-        best = _best(trials)
+        choice = _Choice()
+        for k in bench.counts:
+            choice.offer(bench.fit_kernels(k))
+        fitted = choice.best
+        for rate in config.value_rates:
+            choice.offer(bench.learn_values(fitted, rate))
+        choice.offer(bench.usual())
+        best = choice.best
         judged = bench.judge(best)
         last = bench.learn_from_all(best) if judged.better else best.silenced()
     return Calibration(
         routing=last.routing,
         judgement=judged,
-        trials=tuple(trial.outcome() for trial in trials),
+        trials=tuple(choice.outcomes),
         chosen=best.name,
-        distances=bench.distances(),
+        distances=bench.distances(best.routing.k),
         values=last.values,
         seconds=time.monotonic() - started,
     )
 
 
-def _best(trials: Iterable[Trial]) -> Trial:
-    return min(trials, key=lambda trial: trial.judgement.loss)
+class _Choice:
+    """The best of what was tried; of the others, whose values take as much room, what they came to
+    alone."""
+
+    def __init__(self) -> None:
+        self.outcomes: list[Outcome] = []
+        self._best: Trial | None = None
+
+    def offer(self, trial: Trial | None) -> None:
+        """None: it led nowhere."""
+        if trial is None:
+            return
+        self.outcomes.append(trial.outcome())
+        if self._best is None or trial.judgement.loss < self._best.judgement.loss:
+            self._best = trial
+
+    @property
+    def best(self) -> Trial:
+        if self._best is None:
+            raise CalibrationError(
+                "No way to use this memory gave the model a finite loss: its values or the model "
+                "may overflow. Build it with smaller steps, or use another dtype."
+            )
+        return self._best
 
 
 def _reference(
     model: nn.Module, memory: RoutingMemory, examples: Iterable[ExampleLike] | None, tokenizer: Any
 ) -> ReferenceTokens:
-    if examples is None and memory.header.pruned is not None:
-        raise CalibrationError(
-            f"{memory!r} was pruned by what its own examples gained from it, so they cannot judge "
-            f"it. Calibrate the whole memory and prune that, or give other examples."
-        )
-    if examples is None and memory.header.learned:
-        raise CalibrationError(
-            f"The values of {memory!r} were learned from its own examples, so they cannot judge "
-            f"it. Calibrate the memory as it was built, or give other examples."
-        )
     if examples is None:
-        return own_reference(memory)
-    if tokenizer is None:
+        reference = own_reference(memory)
+    elif tokenizer is None:
         raise ConfigError("calibrate reads examples with their tokenizer: pass tokenizer=….")
-    return reference_tokens(model, tokenizer, iter_examples(examples), memory.build)
+    else:
+        reference = reference_tokens(model, tokenizer, iter_examples(examples), memory.build)
+    _check_impartial(memory, reference)
+    return reference
+
+
+def _check_impartial(memory: RoutingMemory, reference: ReferenceTokens) -> None:
+    """Examples that had a part in what a memory is now cannot judge it."""
+    header = memory.header
+    if not header.learned and header.pruned is None:
+        return
+    if torch.isin(owners(reference.provenance), owners(memory.provenance)).any():
+        how = "was pruned by what its own examples gained from it"
+        if header.learned:
+            how = "has values that were learned from its own examples"
+        raise CalibrationError(
+            f"{memory!r} {how}, so they cannot judge it. Calibrate the memory as it was built, or "
+            f"give other examples."
+        )
 
 
 @contextmanager
@@ -103,9 +143,13 @@ def _fitting_in(memory: RoutingMemory, config: CalibrationConfig) -> Iterator[No
     """Running out of memory, said in words."""
     try:
         yield
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        exhausted = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if not exhausted and "can't allocate memory" not in str(error):
+            raise
         raise ModelTooLargeError(
-            f"Calibrating takes the whole memory ({memory.nbytes / 1e9:,.1f} GB) and a backward "
-            f"pass of {config.step_tokens:,} tokens beside the model, and they did not fit. Lower "
-            f"step_tokens, or calibrate a memory of fewer examples."
+            f"Calibrating takes the whole memory ({memory.nbytes / 1e9:,.1f} GB), six times its "
+            f"values to learn them, and a backward pass of {config.step_tokens:,} tokens beside "
+            f"the model, and they did not fit. Keep the values as they are (--keep-values, "
+            f"value_rates=()), lower step_tokens, or calibrate a memory of fewer examples."
         ) from None

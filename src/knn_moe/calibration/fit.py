@@ -53,20 +53,23 @@ class Cases:
 
 @dataclass
 class Neighbours:
-    """One layer's nearest cases of other examples: rows [B·T, K] of each reading, and what the
-    nearest and the farthest of them are away, in units of 1/γ, of the tokens counted."""
+    """One layer's nearest cases of other examples: rows [B·T, K] of each reading; and how far the
+    first, the second … of them is, γ d² summed over the tokens that were counted."""
 
     rows: list[Tensor] = field(default_factory=list)
-    nearest: float = 0.0
-    farthest: float = 0.0
+    distances: list[Tensor] = field(default_factory=list)  # [K] fp64 of each reading
     tokens: int = 0
 
     def add(self, rows: Tensor, scaled_distance: Tensor) -> None:
         """Shapes: rows [B·T, K]; scaled_distance [n, K], of the real tokens."""
         self.rows.append(rows)
-        self.nearest += float(scaled_distance[:, 0].sum())
-        self.farthest += float(scaled_distance[:, -1].sum())
+        self.distances.append(scaled_distance.double().sum(dim=0).cpu())
         self.tokens += len(scaled_distance)
+
+    def mean_distance(self, place: int) -> float:
+        """Of the case that is nearest (0), second … of all."""
+        total = sum(float(part[place]) for part in self.distances)
+        return total / max(self.tokens, 1)
 
 
 class Studied(NamedTuple):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from knn_moe.calibration.fit import Cases, losses
+from knn_moe.calibration.kernels import DivergedError
 from knn_moe.calibration.slices import Reading
 from knn_moe.config import RoutingConfig
 from knn_moe.intercept import RouterHook
@@ -83,7 +84,10 @@ def judge(
     config: RoutingConfig,
     on_step: Callable[[], None] = lambda: None,
 ) -> Judgement:
-    """The model with the memory, as `config` says, against the model alone."""
+    """The model with the memory, as `config` says, against the model alone.
+
+    Raises DivergedError where the memory leads the model to losses that are no numbers.
+    """
     recalls = [
         _Recall(each, config) for each in cases if config.kernel(each.router.layer).trust > 0
     ]
@@ -95,6 +99,8 @@ def judge(
                 recall.owner = reading.owner
             mixed.append(losses(model, reading.batch)[0])
             on_step()
+    if not all(bool(part.isfinite().all()) for part in mixed):
+        raise DivergedError
     examples = torch.cat([reading.example for reading in baseline.readings])
     without, with_it, tokens = _by_example(examples, [baseline.alone, mixed, baseline.tokens])
     change = paired_bootstrap(

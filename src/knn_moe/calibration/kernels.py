@@ -20,6 +20,10 @@ _DIGITS: Final = 6
 _LEAST: Final = 1e-6  # that a trust is from 0 and 1, whose logits have no slope
 
 
+class DivergedError(ArithmeticError):
+    """A fit went to where numbers end: what it was trying is no use."""
+
+
 class Kernels(nn.Module):
     """Of all layers at once. `gammas`: each layer's own γ, which the widths are relative to."""
 
@@ -48,7 +52,9 @@ class Kernels(nn.Module):
         return mix_logits(logits.float(), proposal, trust.sigmoid() * mean).to(logits.dtype)
 
     def found(self) -> tuple[LayerKernel, ...]:
-        """As they are now."""
+        """As they are now. Raises DivergedError where a fit has led nowhere."""
+        if not bool(self.raw.isfinite().all()):
+            raise DivergedError
         numbers = torch.stack(
             [self.raw[:, 0].exp(), self.raw[:, 1].exp(), self.raw[:, 2].sigmoid()], dim=1
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 import torch
@@ -30,10 +30,11 @@ _LEAST_JUDGED: Final = 6  # that all of them gain by chance is 1 in 64
 @dataclass(frozen=True)
 class Reading:
     """One batch to read. Shapes: owner [B·T] int64, what each token's example is, padding's 0;
-    example [B] int64, of each line."""
+    kept [B·T] bool, whether it is a case of the memory; example [B] int64, of each line."""
 
     batch: TokenBatch
     owner: Tensor
+    kept: Tensor
     example: Tensor
 
 
@@ -48,10 +49,21 @@ class Slice:
     def readings(self, batch_tokens: int) -> Iterator[Reading]:
         for places in plan_batches(self.reference.lengths[self.windows], batch_tokens):
             numbers = [self.windows[place] for place in places]
-            batch, _ = make_batch(self.reference, numbers)
+            batch, rows = make_batch(self.reference, numbers)
             example = self.owner[numbers]
             owner = (example[:, None] * batch.real).flatten()
-            yield Reading(batch, owner, example)
+            kept = torch.full_like(owner, rows.kept is None, dtype=torch.bool)
+            if rows.kept is not None:
+                kept[rows.kept] = True
+            yield Reading(batch, owner, kept, example)
+
+    def first(self, most_tokens: int) -> Slice:
+        """As many of its windows as have so many tokens, but as few as there must be."""
+        lengths = self.reference.lengths[self.windows]
+        inside = lengths.cumsum(0) - lengths < most_tokens
+        inside[:_LEAST_JUDGED] = True
+        windows = [window for window, kept in zip(self.windows, inside, strict=True) if kept]
+        return replace(self, windows=windows)
 
 
 class Parts(NamedTuple):
@@ -88,13 +100,6 @@ def split(reference: ReferenceTokens, config: CalibrationConfig) -> Parts:
     )
 
 
-def draw(reference: ReferenceTokens, most_tokens: int, seed: int) -> Slice:
-    """Windows of all examples, one of each before the second of any, of so many tokens."""
-    owner = owners(reference.provenance)
-    everything = torch.ones_like(owner, dtype=torch.bool)
-    return _draw(reference, owner, everything, most_tokens, torch.Generator().manual_seed(seed))
-
-
 def _draw(
     reference: ReferenceTokens,
     owner: Tensor,
@@ -109,12 +114,11 @@ def _draw(
     if len(owner[windows].unique()) < _LEAST_JUDGED:
         raise CalibrationError(
             f"Only {len(owner[windows].unique())} of the examples to calibrate on have a token to "
-            f"predict: each part of them takes {_LEAST_JUDGED}. Use longer ones, or a preset."
+            f"predict: each part of them takes {_LEAST_JUDGED}. Use more or longer ones, hold out "
+            f"less, or use a preset."
         )
     windows = windows[_turns(owner[windows]).argsort(stable=True)]
-    before = reference.lengths[windows].cumsum(0) - reference.lengths[windows]
-    kept = (before < most_tokens) | (torch.arange(len(windows)) < _LEAST_JUDGED)
-    return Slice(reference, windows[kept].tolist(), owner)
+    return Slice(reference, windows.tolist(), owner).first(most_tokens)
 
 
 def _turns(owner: Tensor) -> Tensor:
@@ -132,8 +136,6 @@ def own_reference(memory: RoutingMemory) -> ReferenceTokens:
     provenance = memory.provenance
     kept = torch.zeros(len(provenance.stream), dtype=torch.bool)
     kept[provenance.key] = True
-    scored = kept.clone()
-    if memory.build.tokens == "all":
-        scored[:] = True
-        scored[provenance.begin[1:] - 1] = False
+    scored = torch.ones_like(kept) if memory.build.tokens == "all" else kept.clone()
+    scored[provenance.begin[1:] - 1] = False  # a window's last token has no next one
     return ReferenceTokens(provenance, scored, kept)

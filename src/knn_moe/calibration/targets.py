@@ -7,10 +7,11 @@ candidate's values are then worth, recalled as the strong preset would, is one f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +21,7 @@ from knn_moe.calibration.kernels import Kernels
 from knn_moe.calibration.result import Candidate
 from knn_moe.calibration.slices import Reading
 from knn_moe.config import GRADIENTS, PRESETS, BuildConfig, RoutingConfig
-from knn_moe.errors import UnsupportedModelError
-from knn_moe.index.others import nearest_others
+from knn_moe.errors import CalibrationError, UnsupportedModelError
 from knn_moe.optimise import LayerCases, frozen, optimise_routing
 from knn_moe.routers import Router, input_device
 
@@ -32,20 +32,20 @@ _RECALL: Final = PRESETS["strong"]["routing"]
 
 @dataclass
 class _Sample:
-    """What was read and what each candidate made of it, by layer; padding left out."""
+    """What was read and what each candidate made of it, by layer: inputs of all tokens [B·T, d] of
+    each reading; values of those that are cases, on the CPU."""
 
-    keys: dict[int, list[Tensor]] = field(default_factory=dict)
+    inputs: dict[int, list[Tensor]] = field(default_factory=dict)
     values: dict[tuple[Candidate, int], list[Tensor]] = field(default_factory=dict)
 
-    def keep(self, candidate: Candidate, cases: dict[int, LayerCases], real: Tensor) -> None:
+    def keep(self, candidate: Candidate, cases: dict[int, LayerCases], kept: Tensor) -> None:
         for layer, case in cases.items():
-            place = real.to(case.logits.device)
-            self.values.setdefault((candidate, layer), []).append(case.logits[place])
+            place = kept.to(case.logits.device)
+            self.values.setdefault((candidate, layer), []).append(case.logits[place].cpu())
 
-    def keep_keys(self, cases: dict[int, LayerCases], real: Tensor) -> None:
+    def keep_inputs(self, cases: dict[int, LayerCases]) -> None:
         for layer, case in cases.items():
-            place = real.to(case.inputs.device)
-            self.keys.setdefault(layer, []).append(case.inputs[place])
+            self.inputs.setdefault(layer, []).append(case.inputs)
 
 
 def choose_targets(
@@ -55,30 +55,33 @@ def choose_targets(
     base: BuildConfig,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Candidate]:
-    """Every candidate with its loss, the best first."""
+    """Every candidate with its loss, the best first; one that leads nowhere is left out."""
     sample = _Sample()
     with frozen(model), torch.inference_mode(False):
         for place, reading in enumerate(readings):
             _try_all(model, routers, reading, base, sample)
             on_progress(place + 1, len(readings))
-        owner = torch.cat([reading.owner[reading.owner != 0] for reading in readings])
-        keys = {layer: torch.cat(parts) for layer, parts in sample.keys.items()}
-        near = {layer: _near(keys[layer], owner) for layer in keys}
+        near = [_near(router, sample.inputs.pop(router.layer), readings) for router in routers]
         judged = []
         for candidate in dict.fromkeys(candidate for candidate, _ in sample.values):
             cases = [
-                Cases(
-                    router,
-                    keys[router.layer],
-                    torch.cat(sample.values.pop((candidate, router.layer))),
-                    owner,
-                    near[router.layer].gamma,
+                replace(
+                    each.cases,
+                    values=torch.cat(sample.values.pop((candidate, each.cases.router.layer))).to(
+                        each.cases.keys.device
+                    ),
                 )
-                for router in routers
+                for each in near
             ]
-            rows = [near[router.layer].rows for router in routers]
-            judged.append(replace(candidate, loss=_loss(model, cases, rows, readings)))
-    return sorted(judged, key=lambda candidate: candidate.loss)
+            studied = Studied(readings, [each.neighbours for each in near])
+            judged.append(replace(candidate, loss=_loss(model, cases, studied)))
+    finite = [candidate for candidate in judged if math.isfinite(candidate.loss)]
+    if not finite:
+        raise CalibrationError(
+            "No way to find better logits gave the model a finite loss, from η = "
+            f"{min(RATES)} on: it may overflow in its dtype. Try another, or a preset."
+        )
+    return sorted(finite, key=lambda candidate: candidate.loss)
 
 
 def _try_all(
@@ -89,7 +92,7 @@ def _try_all(
     sample: _Sample,
 ) -> None:
     """All paths of one batch."""
-    batch, real = reading.batch.to(input_device(model)), reading.owner != 0
+    batch = reading.batch.to(input_device(model))
     first = True
     for gradient, rate in product(GRADIENTS, RATES):
 
@@ -97,7 +100,7 @@ def _try_all(
             step: int, cases: dict[int, LayerCases], gradient: str = gradient, rate: float = rate
         ) -> None:
             if step in STEPS:
-                sample.keep(Candidate(gradient, rate, step), cases, real)
+                sample.keep(Candidate(gradient, rate, step), cases, reading.kept)
 
         way = replace(base, gradient=gradient, learning_rate=rate, steps=max(STEPS))
         try:
@@ -107,49 +110,43 @@ def _try_all(
                 raise
             return  # a family whose experts cannot all be asked
         if first:
-            sample.keep_keys(cases, real)
+            sample.keep_inputs(cases)
             first = False
 
 
-@dataclass(frozen=True)
-class _Near:
-    rows: Tensor
-    gamma: float
+class _Near(NamedTuple):
+    """One layer's keys, with no values yet, and each token's neighbours among them."""
+
+    cases: Cases
+    neighbours: Neighbours
 
 
-def _near(keys: Tensor, owner: Tensor) -> _Near:
-    labels = [(owner.to(keys.device), owner.to(keys.device))]
-    distance, rows = nearest_others(keys, keys, labels, _RECALL["k"], keys.device)
-    nearest = distance[:, 0]
-    typical = nearest[(nearest > 0) & nearest.isfinite()].double()
-    return _Near(rows, float(1 / typical.mean()) if len(typical) else 1.0)
+def _near(router: Router, inputs: list[Tensor], readings: Sequence[Reading]) -> _Near:
+    device = inputs[0].device
+    kept = [reading.kept.to(device) for reading in readings]
+    keys = torch.cat([part[place] for part, place in zip(inputs, kept, strict=True)])
+    owner = torch.cat([reading.owner[reading.kept] for reading in readings]).to(device)
+    cases = Cases(router, keys, torch.empty(0), owner, gamma=1.0)
+    neighbours, nearest = Neighbours(), []
+    for part, reading in zip(inputs, readings, strict=True):
+        distance, rows = cases.nearest(part, reading.owner, _RECALL["k"])
+        neighbours.rows.append(rows)
+        nearest.append(distance[reading.kept.to(device), 0])
+    typical = torch.cat(nearest).double()
+    typical = typical[(typical > 0) & typical.isfinite()]
+    gamma = float(1 / typical.mean()) if len(typical) else 1.0
+    return _Near(replace(cases, gamma=gamma), neighbours)
 
 
 @torch.no_grad()
-def _loss(
-    model: nn.Module, cases: Sequence[Cases], rows: Sequence[Tensor], readings: Sequence[Reading]
-) -> float:
+def _loss(model: nn.Module, cases: Sequence[Cases], studied: Studied) -> float:
     """A token's, with neighbours known beforehand."""
     gammas = {each.router.layer: each.gamma for each in cases}
     routing = RoutingConfig(**_RECALL)
     kernels = Kernels(gammas, cases[0].keys.device, [routing.kernel(layer) for layer in gammas])
-    neighbours = [Neighbours(list(_spread(part, readings))) for part in rows]
-    studied = Studied(readings, neighbours)
     total = tokens = 0.0
     with mixing(cases, kernels, routing.k) as mixes:
-        for place in range(len(readings)):
+        for place in range(len(studied.readings)):
             summed, count = recalled_loss(model, mixes, studied, place)
             total, tokens = total + float(summed), tokens + count
     return total / tokens
-
-
-def _spread(rows: Tensor, readings: Sequence[Reading]) -> Iterator[Tensor]:
-    """Rows of real tokens to where they are in each padded batch. Shapes: [n, K] → [B·T, K]."""
-    start = 0
-    for reading in readings:
-        real = (reading.owner != 0).to(rows.device)
-        count = int(real.sum())
-        whole = rows.new_zeros(len(real), rows.shape[1])
-        whole[real] = rows[start : start + count]
-        start += count
-        yield whole

@@ -9,14 +9,16 @@ from typing import Final
 from torch import Tensor, nn
 
 from knn_moe.batches import ReferenceTokens
-from knn_moe.calibration.fit import Cases, find_neighbours, fit_kernels
+from knn_moe.calibration.fit import Cases, Studied, find_neighbours, fit_kernels
 from knn_moe.calibration.judge import Baseline, Judgement, judge
+from knn_moe.calibration.kernels import DivergedError
 from knn_moe.calibration.result import Distances, Outcome
 from knn_moe.calibration.settings import CalibrationConfig
 from knn_moe.calibration.slices import Reading, Slice, split
 from knn_moe.calibration.values import learn_values
 from knn_moe.config import RoutingConfig
 from knn_moe.errors import CalibrationError
+from knn_moe.handle import routers_for
 from knn_moe.intercept import hook_on
 from knn_moe.memory import RoutingMemory
 from knn_moe.provenance import owners
@@ -82,38 +84,33 @@ class Workbench:
         self.studied = find_neighbours(model, self.cases, readings, self.counts[-1])
         self.choosing = Baseline.of(model, self._lines(self.parts.choosing))
 
-    def usual(self) -> list[Trial]:
+    def usual(self) -> Trial | None:
         """As the memory is used now, where that can be judged here: by RBF, without a gate."""
         routing = self.memory.routing
         if routing.similarity != "rbf" or routing.gate is not None:
-            return []
-        return [self._trial("as it was", routing, self.cases)]
+            return None
+        return self._trial("as it was", routing, self.cases)
 
-    def fit_kernels(self, k: int) -> Trial:
+    def fit_kernels(self, k: int) -> Trial | None:
         """K cases, and the kernels that make the fitted examples likeliest with them."""
         name = f"kernels, K = {k}"
-        kernels = fit_kernels(
-            self.model, self.cases, self.studied, k, self.steps, self.progress.on(name)
-        )
+        try:
+            kernels = fit_kernels(
+                self.model, self.cases, self.studied, k, self.steps, self.progress.on(name)
+            )
+        except DivergedError:
+            return None
         kept = self.memory.routing
         routing = RoutingConfig(
             k=k, kernels=kernels, layers=kept.layers, index=kept.index, stats=kept.stats
         )
         return self._trial(name, routing, self.cases)
 
-    def learn_values(self, start: Trial, rate: float) -> Trial:
+    def learn_values(self, start: Trial, rate: float) -> Trial | None:
         """The same with other values, learned at `rate`."""
         name = f"values, rate {rate:g}"
-        kernels, cases = learn_values(
-            self.model,
-            self.cases,
-            self.studied,
-            start.routing,
-            self.config.passes,
-            rate,
-            self.progress.on(name),
-        )
-        return self._trial(name, replace(start.routing, kernels=kernels), cases, rate)
+        learned = self._learned(self.studied, start.routing, rate, name)
+        return None if learned is None else self._trial(name, *learned, rate)
 
     def learn_from_all(self, trial: Trial) -> Trial:
         """Values, where they are learned, from the examples to choose and to judge by as well."""
@@ -121,33 +118,49 @@ class Workbench:
             return trial
         readings = self._readings(self.parts.everything)
         studied = find_neighbours(self.model, self.cases, readings, trial.routing.k)
-        kernels, cases = learn_values(
-            self.model,
-            self.cases,
-            studied,
-            trial.routing,
-            self.config.passes,
-            trial.rate,
-            self.progress.on("values, from all examples"),
-        )
-        return replace(trial, routing=replace(trial.routing, kernels=kernels), cases=cases)
+        name = "values, from all examples"
+        learned = self._learned(studied, trial.routing, trial.rate, name)
+        if learned is None:  # what was judged is there still
+            return trial
+        return replace(trial, routing=learned[0], cases=learned[1])
+
+    def _learned(
+        self, studied: Studied, start: RoutingConfig, rate: float, name: str
+    ) -> tuple[RoutingConfig, list[Cases]] | None:
+        try:
+            kernels, cases = learn_values(
+                self.model,
+                self.cases,
+                studied,
+                start,
+                self.config.passes,
+                rate,
+                self.progress.on(name),
+            )
+        except DivergedError:
+            return None
+        return replace(start, kernels=kernels), cases
 
     def judge(self, trial: Trial) -> Judgement:
         """On examples that had no part in anything yet."""
         judging = Baseline.of(self.model, self._lines(self.parts.judging))
         return judge(self.model, trial.cases, judging, trial.routing)
 
-    def distances(self) -> dict[int, Distances]:
+    def distances(self, k: int) -> dict[int, Distances]:
+        """To the nearest, and to the last of K cases."""
+        last = min(k, self.counts[-1]) - 1
         return {
-            each.router.layer: Distances(found.nearest / tokens, found.farthest / tokens)
+            each.router.layer: Distances(found.mean_distance(0), found.mean_distance(last))
             for each, found in zip(self.cases, self.studied.neighbours, strict=True)
-            for tokens in [max(found.tokens, 1)]
         }
 
     def _trial(
         self, name: str, routing: RoutingConfig, cases: Sequence[Cases], rate: float | None = None
-    ) -> Trial:
-        judged = judge(self.model, cases, self.choosing, routing)
+    ) -> Trial | None:
+        try:
+            judged = judge(self.model, cases, self.choosing, routing)
+        except DivergedError:
+            return None
         return Trial(name, routing, cases, judged, rate)
 
     def _readings(self, part: Slice) -> list[Reading]:
@@ -174,13 +187,13 @@ def _counts(memory: RoutingMemory, config: CalibrationConfig) -> list[int]:
 def _cases(model: nn.Module, memory: RoutingMemory) -> list[Cases]:
     """Of each layer that the memory's routing has, on its router's device."""
     layers = memory.full_layers()
-    wanted = layers if memory.routing.layers is None else memory.routing.layers
-    routers = [router for router in find_routers(model) if router.layer in wanted]
-    for router in routers:
+    for router in find_routers(model):
         if hook_on(router) is not None:
             raise CalibrationError(
                 f"The model has a memory attached (at {router.name!r}): detach it to calibrate one."
             )
+    everywhere = RoutingConfig(layers=memory.routing.layers)
+    routers = routers_for(model, memory, everywhere, force=True)
     owner = owners(memory.provenance)[memory.provenance.window]
     return [Cases.of(router, layers[router.layer], owner) for router in routers]
 

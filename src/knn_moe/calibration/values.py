@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from knn_moe.calibration.fit import Cases, Studied, mixing, places, recalled_loss
-from knn_moe.calibration.kernels import Kernels
+from knn_moe.calibration.kernels import DivergedError, Kernels
 from knn_moe.config import LayerKernel, RoutingConfig
 from knn_moe.optimise import frozen
 
@@ -35,7 +35,7 @@ def learn_values(
     on_step: Callable[[], None] = lambda: None,
 ) -> tuple[tuple[LayerKernel, ...], list[Cases]]:
     """Kernels from those of `start` on, and the cases with other values, after so many `passes`
-    over the readings. `rate`: of Adam, falling to 0."""
+    over the readings. `rate`: of Adam, falling to 0. Raises DivergedError where that leads."""
     device = cases[0].router.device
     steps = passes * len(studied.readings)
     with frozen(model), torch.enable_grad():
@@ -54,4 +54,6 @@ def learn_values(
                     group["lr"] = most * (1 - step / steps)
                 adam.step()
                 on_step()
+    if not all(bool(each.values.isfinite().all()) for each in learning):
+        raise DivergedError
     return kernels.found(), [replace(each, values=each.values.detach()) for each in learning]

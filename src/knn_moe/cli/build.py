@@ -82,10 +82,8 @@ def command(
     from knn_moe.reference import iter_examples
     from knn_moe.storage import publish, refuse_existing
 
-    if append is not None and calibrate:
-        raise ConfigError(
-            "--append and --calibrate do not go together: append first, then calibrate the whole."
-        )
+    if calibrate:
+        _refuse_with_calibrate(append, settings)
     earlier = None if append is None else _open(append)
     config = _settings(settings, earlier)
     refuse_existing(output, overwrite=overwrite)
@@ -95,6 +93,7 @@ def command(
     network, tokenizer = load_model(model, device, dtype)
     if earlier is not None:
         check_belongs(network, earlier)  # told before the work
+        _check_dtype(network, earlier)
     examples = iter_examples(reference)
     found = None
     if calibrate:
@@ -146,13 +145,41 @@ def _build_calibrated(
         )
 
 
+def _refuse_with_calibrate(append: Path | None, settings: dict[str, Any]) -> None:
+    if append is not None:
+        raise ConfigError(
+            "--append and --calibrate do not go together: append first, then calibrate the whole."
+        )
+    for name in ("steps", "learning_rate", "gradient"):
+        if settings[name] is not None:
+            raise ConfigError(
+                f"--calibrate chooses {name}, and {settings[name]} was asked for: leave one out, "
+                f"or build first and `knn-moe calibrate` then."
+            )
+
+
 def _open(folder: Path) -> RoutingMemory:
-    """The memory to append to; refused where it has no keys to compute γ from."""
+    """The memory to append to; refused where it has no keys to compute γ from, or where values
+    were learned that the new examples would have to have a part in."""
     from knn_moe.memory import RoutingMemory
 
     memory = RoutingMemory.from_pretrained(folder)
     memory.full_layers()
+    if memory.header.learned:
+        raise ConfigError(
+            f"The values of {str(folder)!r} were learned from all its examples: build a memory of "
+            f"these and the new ones with --calibrate."
+        )
     return memory
+
+
+def _check_dtype(model: Any, memory: RoutingMemory) -> None:
+    has = next(iter(memory.layers.values())).shape.dtype
+    if model.dtype != has:
+        raise ConfigError(
+            f"The memory to append to has keys of {has}, and the model was loaded as "
+            f"{model.dtype}: load it alike, with --dtype."
+        )
 
 
 def _settings(given: dict[str, Any], earlier: RoutingMemory | None) -> BuildConfig:
@@ -194,6 +221,7 @@ def _appended(
 def _target(output: Path, *, resume: bool, overwrite: bool, apart: bool) -> Path:
     """The folder to build in: what is replaced stays until the new memory is whole, and what is to
     be appended is built `apart`."""
+    from knn_moe.storage import refuse_existing
     from knn_moe.workspace import partial_folder
 
     beside = apart or (overwrite and output.exists())
@@ -202,6 +230,7 @@ def _target(output: Path, *, resume: bool, overwrite: bool, apart: bool) -> Path
     if overwrite and not resume:
         shutil.rmtree(left, ignore_errors=True)
         if target != output:
+            refuse_existing(target, overwrite=True)
             shutil.rmtree(target, ignore_errors=True)
     elif left.exists() and not resume:
         raise BuildError(

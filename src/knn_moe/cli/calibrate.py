@@ -18,7 +18,7 @@ from knn_moe.cli.common import (
     progress_bar,
 )
 from knn_moe.cli.inspect import KERNEL_COLUMNS, kernel_cells
-from knn_moe.errors import MemoryFormatError
+from knn_moe.errors import ConfigError, MemoryFormatError
 
 _SHOWN: Final = 3  # of the ways to find better logits
 
@@ -67,6 +67,10 @@ def command(
     from knn_moe.memory import RoutingMemory
     from knn_moe.reference import iter_examples
 
+    if keep_values and value_rate:
+        raise ConfigError(
+            f"--keep-values and --value-rate {value_rate[0]} do not go together: leave one out."
+        )
     asked: dict[str, Any] = {"neighbours": neighbours, "value_rates": value_rate}
     given = {name: choices for name, choices in asked.items() if choices}
     config = CalibrationConfig(**given | ({"value_rates": ()} if keep_values else {}))

@@ -57,6 +57,11 @@ def prune(
     if not 0 < keep <= 1:
         raise ConfigError(f"keep must be above 0 and at most 1, got {keep}.")
     memory.full_layers()
+    if memory.routing.drawn is not None:
+        raise PruningError(
+            "This memory is a control, used with cases drawn at random: prune the memory it was "
+            "made from."
+        )
     if folder is not None:
         refuse_existing(Path(folder), overwrite=overwrite)
     rows, header = torch.arange(len(memory)), memory.header
