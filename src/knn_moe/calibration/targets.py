@@ -2,7 +2,9 @@
 
 Every candidate optimises the same sample; the steps of one path are candidates too. Keys do not
 depend on the candidate: neighbours are searched once, an example's own left out. What each
-candidate's values are then worth, recalled as the strong preset would, is one forward pass each.
+candidate's values are then worth, recalled as the strong preset would, is a forward pass for each
+trust that is put in them: a sample's neighbours are farther than the whole set's will be, and what
+is worth little trust there may be worth more here.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ from knn_moe.routers import Router, input_device
 
 RATES: Final = (0.1, 0.5, 2.0, 5.0, 15.0)
 STEPS: Final = (1, 5)
+TRUSTS: Final = (0.25, 0.5, 1.0)
+_NO: Final = math.inf
 _RECALL: Final = PRESETS["strong"]["routing"]
 
 
@@ -74,7 +78,8 @@ def choose_targets(
                 for each in near
             ]
             studied = Studied(readings, [each.neighbours for each in near])
-            judged.append(replace(candidate, loss=_loss(model, cases, studied)))
+            losses = [_loss(model, cases, studied, trust) for trust in TRUSTS]
+            judged.append(replace(candidate, loss=min(filter(math.isfinite, losses), default=_NO)))
     finite = [candidate for candidate in judged if math.isfinite(candidate.loss)]
     if not finite:
         raise CalibrationError(
@@ -139,10 +144,10 @@ def _near(router: Router, inputs: list[Tensor], readings: Sequence[Reading]) -> 
 
 
 @torch.no_grad()
-def _loss(model: nn.Module, cases: Sequence[Cases], studied: Studied) -> float:
+def _loss(model: nn.Module, cases: Sequence[Cases], studied: Studied, trust: float) -> float:
     """A token's, with neighbours known beforehand."""
     gammas = {each.router.layer: each.gamma for each in cases}
-    routing = RoutingConfig(**_RECALL)
+    routing = RoutingConfig(**_RECALL, trust=trust)
     kernels = Kernels(gammas, cases[0].keys.device, [routing.kernel(layer) for layer in gammas])
     total = tokens = 0.0
     with mixing(cases, kernels, routing.k) as mixes:

@@ -25,7 +25,7 @@ from knn_moe.provenance import owners
 from knn_moe.routers import find_routers
 
 OnProgress = Callable[[str, int, int], None]
-_KERNEL_PASSES: Final = 4  # over the fitted examples, at most
+_KERNEL_PASSES: Final = 3  # over the fitted examples, at most
 _STEPS_A_PASS, _LEAST_TOKENS = 24, 64  # at least, of as many tokens at least
 
 
