@@ -29,7 +29,7 @@ from knn_moe.likelihood import TokenLosses, token_losses
 from knn_moe.reference import tokenise
 from knn_moe.stats import paired_bootstrap
 
-CONFIG = DemoConfig(length=128, reference_tokens=2000, windows=7, choices=8)
+CONFIG = DemoConfig(length=128, reference_tokens=6000, windows=7, choices=8)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,14 @@ from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from knn_moe import BuildConfig, RoutingConfig, RoutingMemory, attach, build_memory, find_routers
+from knn_moe import (
+    BuildConfig,
+    IndexConfig,
+    RoutingMemory,
+    attach,
+    build_memory,
+    find_routers,
+)
 from knn_moe.embedded import embedded_model
 from knn_moe.errors import (
     AttachError,
@@ -191,7 +198,7 @@ def test_the_harness_scores_as_plain_arithmetic_does(
     if settings:
         memory = RoutingMemory.from_pretrained(remembered)
         strong = memory.routing
-        chosen = RoutingConfig(k=1, gamma_scale=strong.gamma_scale, index="fast")
+        chosen = replace(strong, k=1, index=IndexConfig(kind="fast"))
         attach(network, memory, chosen if "k=1" in settings else strong)
     assert_same(found, plain(network, words))
 
@@ -227,7 +234,7 @@ def test_the_command_runs_with_the_model(
     written = json.loads(next(tmp_path.rglob("results_*.json")).read_text(encoding="utf8"))
     lines = next(tmp_path.rglob("samples_*.jsonl")).read_text(encoding="utf8").splitlines()
     memory = RoutingMemory.from_pretrained(remembered)
-    attach(network, memory, RoutingConfig(k=16, gamma=0.1, gamma_scale=0.3))
+    attach(network, memory, replace(memory.routing, gamma=0.1))
     found = as_scores(written["results"]["quiz"], [json.loads(line) for line in lines])
     assert_same(found, plain(network, words))
 
