@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from calibrated import loss, sayings
 from conftest import BUILD, family, make_texts
 from knn_moe import (
     RoutingConfig,
@@ -43,7 +44,6 @@ from knn_moe.pruning.choose import _sizes, best
 from knn_moe.pruning.recalled import Layer
 from knn_moe.recall import layer_kernel
 from knn_moe.similarity import SIMILARITIES
-from test_calibration import loss, sayings
 
 CPU = torch.device("cpu")
 

@@ -104,6 +104,10 @@ def command(
         memory = _appended(earlier, memory, output, overwrite=overwrite)
     elif target != output:
         publish(target, output, overwrite=True)
+    _show(memory, found, output, as_json=as_json)
+
+
+def _show(memory: RoutingMemory, found: Calibration | None, output: Path, *, as_json: bool) -> None:
     if as_json:
         facts = {"folder": str(output), "cases": len(memory), "bytes": memory.nbytes}
         worth = {"calibration": found.report()} if found else {}

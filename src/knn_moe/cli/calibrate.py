@@ -23,7 +23,7 @@ from knn_moe.errors import ConfigError, MemoryFormatError
 _SHOWN: Final = 3  # of the ways to find better logits
 
 if TYPE_CHECKING:
-    from knn_moe.calibration import Calibration
+    from knn_moe.calibration import Calibration, CalibrationConfig
 
 
 @click.command(name="calibrate")
@@ -63,17 +63,11 @@ def command(
     judge the result by. An example recalls others only, never itself. A memory that does not help
     there, beyond chance, is told to keep silent.
     """
-    from knn_moe.calibration import CalibrationConfig, calibrate, write_calibrated
+    from knn_moe.calibration import calibrate, write_calibrated
     from knn_moe.memory import RoutingMemory
     from knn_moe.reference import iter_examples
 
-    if keep_values and value_rate:
-        raise ConfigError(
-            f"--keep-values and --value-rate {value_rate[0]} do not go together: leave one out."
-        )
-    asked: dict[str, Any] = {"neighbours": neighbours, "value_rates": value_rate}
-    given = {name: choices for name, choices in asked.items() if choices}
-    config = CalibrationConfig(**given | ({"value_rates": ()} if keep_values else {}))
+    config = _settings(neighbours, value_rate, keep_values=keep_values)
     examples = None if reference is None else list(iter_examples(reference))
     if not dry_run:
         _require_folder(memory)
@@ -96,6 +90,20 @@ def command(
     else:
         show_calibration(found)
         log.print("Nothing was written." if dry_run else f"Written into {memory}.")
+
+
+def _settings(
+    neighbours: tuple[int, ...], value_rate: tuple[float, ...], *, keep_values: bool
+) -> CalibrationConfig:
+    from knn_moe.calibration import CalibrationConfig
+
+    if keep_values and value_rate:
+        raise ConfigError(
+            f"--keep-values and --value-rate {value_rate[0]} do not go together: leave one out."
+        )
+    asked: dict[str, Any] = {"neighbours": neighbours, "value_rates": value_rate}
+    given = {name: choices for name, choices in asked.items() if choices}
+    return CalibrationConfig(**given | ({"value_rates": ()} if keep_values else {}))
 
 
 def _require_folder(memory: Path) -> None:

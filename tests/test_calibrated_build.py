@@ -1,0 +1,220 @@
+"""What a memory says is chosen too: targets, divergence, and the commands that calibrate."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from calibrated import QUICK, cases_of, found, memory, model, sayings, study  # noqa: F401
+from conftest import BUILD
+from knn_moe import (
+    RoutingConfig,
+    RoutingMemory,
+    attach,
+    build_memory,
+    calibrate,
+    find_routers,
+)
+from knn_moe.calibration import Calibration, build_calibrated
+from knn_moe.calibration.judge import Baseline, judge
+from knn_moe.calibration.kernels import DivergedError
+from knn_moe.calibration.slices import Slice, own_reference, split
+from knn_moe.calibration.targets import TRUSTS, choose_targets
+from knn_moe.cli.main import main
+from knn_moe.config import PRESETS
+from knn_moe.errors import (
+    CalibrationError,
+)
+from knn_moe.provenance import owners
+
+
+def test_targets_are_worth_what_a_memory_of_them_is(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, memory: RoutingMemory
+) -> None:
+    """The loss of the best way, against a memory of the sample built in that way and judged."""
+    owner = owners(memory.provenance)
+    readings = list(Slice(own_reference(memory), [*range(len(owner))], owner).readings(1024))
+    tried = choose_targets(model, find_routers(model), readings, BUILD)
+    assert [way.loss for way in tried] == sorted(way.loss for way in tried)
+    assert len({(way.gradient, way.learning_rate, way.steps) for way in tried}) == 2 * 5 * 2
+    for way in (tried[0], tried[-1]):
+        built = build_memory(model, tokenizer, sayings(40), way.of(BUILD))
+        gammas = {layer: one.gamma for layer, one in built.full_layers().items()}
+        cases = cases_of(model, built)
+        assert [each.gamma for each in cases] == list(gammas.values())
+        alone = Baseline.of(model, readings)
+        ways = [RoutingConfig(**PRESETS["strong"]["routing"], trust=trust) for trust in TRUSTS]
+        judged = [judge(model, cases, alone, routing) for routing in ways]
+        assert way.loss == pytest.approx(min(one.loss for one in judged), abs=0.1)
+    assert tried[0].loss < judged[0].alone
+
+
+def test_targets_are_chosen_without_those_who_judge(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    memory: RoutingMemory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: set[int] = set()
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        for reading in args[2]:
+            seen.update(reading.example.tolist())
+        return choose_targets(*args, **kwargs)
+
+    monkeypatch.setattr("knn_moe.calibration.build.choose_targets", watched)
+    build_calibrated(model, tokenizer, sayings(40), replace(BUILD, batch_tokens=1024), QUICK)
+    parts = split(own_reference(memory), QUICK)
+    for part in (parts.choosing, parts.judging):
+        assert not seen & set(part.owner[part.windows].tolist())
+    assert seen <= set(parts.fitting.owner[parts.fitting.windows].tolist())
+
+
+def test_what_leads_nowhere_is_left_out(
+    model: PreTrainedModel, memory: RoutingMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def diverge(*args: Any, **kwargs: Any) -> None:
+        raise DivergedError
+
+    monkeypatch.setattr("knn_moe.calibration.trials.learn_values", diverge)
+    kept = calibrate(model, memory, config=QUICK)
+    assert [trial.name for trial in kept.trials] == [
+        "kernels, K = 1",
+        "kernels, K = 4",
+        "as it was",
+    ]
+    assert kept.values is None
+    monkeypatch.setattr("knn_moe.calibration.trials.fit_kernels", diverge)
+    with pytest.raises(CalibrationError, match="finite loss"):
+        calibrate(model, memory, config=QUICK)
+
+
+def test_values_that_are_no_numbers(model: PreTrainedModel, memory: RoutingMemory) -> None:
+    layers = {
+        index: replace(layer, values=layer.values * float("nan"))
+        for index, layer in memory.full_layers().items()
+    }
+    with pytest.raises(CalibrationError, match="finite loss"):
+        calibrate(model, replace(memory, layers=layers, folder=None), config=QUICK)
+
+
+def test_distances_are_those_of_the_cases_recalled(
+    model: PreTrainedModel, memory: RoutingMemory, found: Calibration
+) -> None:
+    cases = cases_of(model, memory)
+    studied = study(model, memory, cases)
+    for each, near in zip(cases, studied.neighbours, strict=True):
+        one = found.distances[each.router.layer]
+        assert one.nearest == pytest.approx(near.mean_distance(0), rel=1e-3)
+        assert one.last == pytest.approx(near.mean_distance(found.routing.k - 1), rel=1e-3)
+        assert 0 < one.nearest <= one.last
+
+
+def test_a_memory_that_chooses_everything(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    folder, config = tmp_path / "memory", replace(BUILD, batch_tokens=1024)
+    memory, found = build_calibrated(model, tokenizer, sayings(40), config, QUICK, folder=folder)
+    best = found.targets[0]
+    assert (memory.build.learning_rate, memory.build.steps) == (best.learning_rate, best.steps)
+    assert memory.build.max_length == BUILD.max_length
+    again = RoutingMemory.from_pretrained(folder)
+    assert again.routing == found.routing == memory.routing
+    assert again.header.calibration == json.loads(json.dumps(found.report()))
+    assert again.layers[0].values.equal(found.apply(memory).full_layers()[0].values)
+    with pytest.raises(CalibrationError, match="5 different examples"):
+        build_calibrated(model, tokenizer, sayings(5), BUILD, QUICK, folder=tmp_path / "few")
+    assert not list(tmp_path.glob("*few*"))
+
+
+# The command
+
+
+@pytest.fixture
+def folders(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    memory: RoutingMemory,
+    tmp_path: Path,
+) -> tuple[Path, Path]:
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    memory.save_pretrained(tmp_path / "memory")
+    return tmp_path / "model", tmp_path / "memory"
+
+
+def knn_moe(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def test_the_command_writes_what_it_finds(
+    folders: tuple[Path, Path], model: PreTrainedModel
+) -> None:
+    network, folder = folders
+    before = RoutingMemory.from_pretrained(folder)
+    asked = ("calibrate", network, folder, "-k", 4, "--value-rate", 0.3)
+    tried = knn_moe(*asked, "--dry-run", "--json")
+    assert tried.exit_code == 0, tried.output
+    assert RoutingMemory.from_pretrained(folder).header == before.header
+    done = knn_moe(*asked)
+    assert done.exit_code == 0, done.output
+    assert "K = 4" in done.stdout
+    after = RoutingMemory.from_pretrained(folder)
+    said = json.loads(tried.stdout)
+    assert after.routing.to_dict() == said["routing"]
+    assert after.header.calibration["change"] == said["change"]
+    assert after.layers[0].keys.equal(before.layers[0].keys)
+    assert not after.layers[0].values.equal(before.layers[0].values)
+    with attach(model, after) as routing:
+        assert routing.config == after.routing
+    shown = knn_moe("inspect", folder).stdout
+    assert f"{said['change']['difference']:+.4f} nats a token" in shown
+    assert "γ × to weigh" in shown
+    card = (folder / "README.md").read_text(encoding="utf8")
+    assert f"| calibrated | {said['change']['difference']:+.3f} nats a token" in card
+
+
+def test_building_and_calibrating_at_once(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    network, _ = folders
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in sayings(40))
+    (tmp_path / "reference.jsonl").write_text(lines)
+    arguments = ("build", network, tmp_path / "reference.jsonl", "-o", tmp_path / "new")
+    for more, message in (
+        (("--steps", 3), "--calibrate chooses steps"),
+        (("--append", folders[1]), "do not go together"),
+    ):
+        refused = knn_moe(*arguments, "--calibrate", *more)
+        assert refused.exit_code == 2
+        assert message in " ".join(refused.stderr.split())
+    done = knn_moe(*arguments, "--calibrate", "--json")
+    assert done.exit_code == 0, done.output
+    said = json.loads(done.stdout)
+    after = RoutingMemory.from_pretrained(tmp_path / "new")
+    assert after.header.calibration == said["calibration"]
+    assert after.build.learning_rate == said["calibration"]["targets"][0]["learning_rate"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *("memory", "model", "new", "reference.jsonl")
+    ]
+
+
+def test_the_command_refuses(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    network, folder = folders
+    before = sorted(path.read_bytes() for path in folder.iterdir())
+    (tmp_path / "few.jsonl").write_text(json.dumps({"text": "4 5 6 7"}) + "\n")
+    for arguments, message in (
+        ((network, folder, tmp_path / "few.jsonl"), "1 different examples"),
+        ((network, folder, tmp_path / "none.jsonl"), "none.jsonl"),
+        ((network, tmp_path / "nothing"), "nothing"),
+        ((network, folder, "-k", 0), "neighbours must be"),
+        ((network, folder, "--keep-values", "--value-rate", 0.1), "do not go together"),
+    ):
+        result = knn_moe("calibrate", *arguments)
+        assert result.exit_code == 2
+        assert message in " ".join(result.stderr.split())
+    assert sorted(path.read_bytes() for path in folder.iterdir()) == before
