@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ from knn_moe.controls import shuffle_values
 from knn_moe.errors import ConfigError
 from knn_moe.handle import Routing
 from knn_moe.index.grid import principal_axes
-from knn_moe.recall import scaled
+from knn_moe.recall import Kernel, LayerRecall, scaled
 from knn_moe.similarity import SIMILARITIES
 from knn_moe.trace import trace
 
@@ -231,6 +232,22 @@ def test_compiled(
         expected = model(ids, use_cache=False).logits
         torch.testing.assert_close(compiled(ids, use_cache=False).logits, expected)
         assert {(layer.calls, layer.tokens) for layer in routing.stats().values()} == {(2, 108)}
+
+
+@pytest.mark.skipif(which("g++") is None, reason="torch.compile needs a C++ compiler on CPUs")
+@pytest.mark.parametrize("index", [None, FAST], ids=["exact", "fast"])
+def test_compiled_by_the_usual_compiler(
+    index: IndexConfig | None, memory: RoutingMemory, compiled_state: None
+) -> None:
+    """Which rewrites what it is given, and once lost a factor on the way: cases were others."""
+    layer = memory.full_layers()[0]
+    config = RoutingConfig(k=3, index=index)
+    recall = LayerRecall(layer, Kernel.single(layer.gamma), config, CPU)
+    inputs, own = layer.keys[::40].float() + 0.1, layer.values[1::40]
+    for count in (1, len(own)):
+        expected = recall(inputs[:count], own[:count])
+        found = torch.compile(recall, dynamic=False)(inputs[:count], own[:count])
+        torch.testing.assert_close(found, expected)
 
 
 @every_kind

@@ -56,11 +56,11 @@ class ExactIndex(nn.Module):
 
     def _candidates(self, queries: Tensor, count: int) -> Tensor:
         """Rows of each query's `count` best scores ‖k - c‖² - 2(x - c)·k. Result [T, count]."""
-        centred = queries.float() - self.centre
+        # Doubled beforehand: a compiler may take norms - 2 x·k for one product, and lose the 2.
+        minus_two = -2 * (queries.float() - self.centre)
         best: list[tuple[Tensor, Tensor]] = []
         for start, stop in blocks(len(self.keys), self.keys.device, least=count):
-            dots = product(centred, self.keys[start:stop])
-            scores = torch.add(self.norms[start:stop], dots, alpha=-2)
+            scores = product(minus_two, self.keys[start:stop]) + self.norms[start:stop]
             score, row = least(scores, min(count, stop - start))
             best.append((score, row + start))
         rows = torch.cat([row for _, row in best], dim=-1)
