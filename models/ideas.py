@@ -12,52 +12,54 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from corpus import encode, read_texts, sample_texts, windows
+from ideas_targets import TARGETS, Step, descend, own_losses
+from ideas_uses import USES, K, More
+from ideas_values import LEARNINGS, learn
 from knn_moe import RoutingConfig, attach, find_routers
 from knn_moe.batches import make_batch, plan_batches
 from knn_moe.calibration.fit import Cases, find_neighbours, fit_kernels, recalled_loss
 from knn_moe.calibration.kernels import Kernels
 from knn_moe.calibration.slices import Slice, own_reference
-from knn_moe.calibration.values import learn_values
-from knn_moe.dense import dense_gradient
-from knn_moe.gate import own_logits
-from knn_moe.index.exact import ExactIndex, squared_distance
+from knn_moe.experts import fast_experts
+from knn_moe.index.exact import ExactIndex
 from knn_moe.intercept import RouterHook
 from knn_moe.likelihood import TokenLosses, token_losses
 from knn_moe.memory import RoutingMemory
-from knn_moe.mixing import confidence, mix_logits, propose_logits
-from knn_moe.optimise import RoutingLogits, TokenBatch, frozen, installed
+from knn_moe.methods.knn_lm import KnnLmConfig, KnnLmHead, Neighbours, Store, choose
+from knn_moe.optimise import frozen, installed
 from knn_moe.provenance import owners
 from measure import LENGTH, Bench, common_parser, compare
 
-K, STEPS, RATE = 16, 5, 2.0
+MOST = max(how.k for how in LEARNINGS.values())
 FIT_STEPS = 96
-Step = Callable[[list[Tensor], list[Tensor], Tensor], list[Tensor]]
+HEAD = "kNN-LM on the last router's keys"
+KINDS = ("values", "use", "head", "targets")
 
 
 def main() -> None:
     parser = common_parser((__doc__ or "").splitlines()[0], windows=100)
-    parser.add_argument("--only", nargs="*", help="ideas by name")
+    parser.add_argument("--kinds", nargs="*", default=KINDS, choices=KINDS, help="of ideas")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     for name in options.models:
         bench = Bench.load(name, options.data, options.device)
         rows = []
-        for row in study(bench, options):
-            rows.append(row)
-            print(Path(name).name, row, flush=True)
-        found = {"model": Path(name).name, "sequences": options.sequences, "rows": rows}
-        text = json.dumps(found, indent=1)
-        (options.out / f"{Path(name).name}.json").write_text(f"{text}\n", encoding="utf8")
+        with fast_experts(bench.model):
+            for row in study(bench, options):
+                rows.append(row)
+                print(Path(name).name, row, flush=True)
+                found = {"model": Path(name).name, "sequences": options.sequences, "rows": rows}
+                text = json.dumps(found, indent=1)
+                (options.out / f"{Path(name).name}.json").write_text(f"{text}\n", encoding="utf8")
 
 
 def study(bench: Bench, options: Any) -> Iterator[dict[str, Any]]:
@@ -71,34 +73,32 @@ def study(bench: Bench, options: Any) -> Iterator[dict[str, Any]]:
     yield {"idea": "strong", "kind": "as it is", **compare(bench.losses(trial, memory), alone)}
     work = Work(bench, memory)
 
-    def wanted(name: str) -> bool:
-        return not options.only or name in options.only
+    kernels, _ = fit_kernels(bench.model, work.cases, work.studied, K, FIT_STEPS)
 
+    def row(name: str, kind: str, started: float, found: TokenLosses) -> dict[str, Any]:
+        seconds = round(time.perf_counter() - started, 1)
+        return {"idea": name, "kind": kind, "seconds": seconds, **compare(found, alone)}
+
+    for name, how in LEARNINGS.items():
+        if "values" in options.kinds:
+            started = time.perf_counter()
+            learned, cases = learn(bench.model, work.cases, work.studied, kernels, how)
+            found = work.losses(trial, cases, RoutingConfig(k=how.k, kernels=learned))
+            yield row(name, "values", started, found)
+    for name, more in USES.items():
+        if "use" in options.kinds:
+            started = time.perf_counter()
+            yield row(name, "use", started, work.tried(trial, work.fit(more)))
+    if "head" in options.kinds:
+        started = time.perf_counter()
+        yield row(HEAD, "head", started, work.with_head(trial))
     for name, step in TARGETS.items():
-        if wanted(name):
+        if "targets" in options.kinds:
             started = time.perf_counter()
             cases = work.cases if name == "plain" else work.with_targets(step)
-            kernels = fit_kernels(bench.model, cases, work.studied, K, FIT_STEPS)
-            seconds = round(time.perf_counter() - started, 1)
-            found = work.losses(trial, cases, RoutingConfig(k=K, kernels=kernels))
-            yield {"idea": name, "kind": "targets", "seconds": seconds, **compare(found, alone)}
-    for name, more in USES.items():
-        if wanted(name):
-            started = time.perf_counter()
-            mixing = work.fit(more)
-            seconds = round(time.perf_counter() - started, 1)
-            found = work.tried(trial, mixing)
-            yield {"idea": name, "kind": "use", "seconds": seconds, **compare(found, alone)}
-    for rate in (0.05, 0.1, 0.2):
-        name = f"values learned at {rate:g}"
-        if wanted(name):
-            started = time.perf_counter()
-            kernels = fit_kernels(bench.model, work.cases, work.studied, K, FIT_STEPS)
-            start = RoutingConfig(k=K, kernels=kernels)
-            kernels, cases = learn_values(bench.model, work.cases, work.studied, start, 2, rate)
-            seconds = round(time.perf_counter() - started, 1)
-            found = work.losses(trial, cases, RoutingConfig(k=K, kernels=kernels))
-            yield {"idea": name, "kind": "values", "seconds": seconds, **compare(found, alone)}
+            fitted, _ = fit_kernels(bench.model, cases, work.studied, K, FIT_STEPS)
+            found = work.losses(trial, cases, RoutingConfig(k=K, kernels=fitted))
+            yield row(name, "targets", started, found)
 
 
 class Work:
@@ -117,7 +117,7 @@ class Work:
         part = Slice(self.reference, list(range(len(owner))), owner)
         size = min(bench.batch_tokens, max(len(memory) // 24, 64))
         readings = list(part.readings(size))
-        self.studied = find_neighbours(bench.model, self.cases, readings, K)
+        self.studied = find_neighbours(bench.model, self.cases, readings, MOST)
 
     def with_targets(self, step: Step) -> list[Cases]:
         """The same keys, with values that another way of descending found."""
@@ -139,7 +139,9 @@ class Work:
         layers = dict(self.memory.full_layers())
         for each in cases:
             layer = layers[each.router.layer]
-            layers[each.router.layer] = replace(layer, values=each.values.cpu())
+            layers[each.router.layer] = replace(
+                layer, keys=each.keys.cpu(), values=each.values.cpu()
+            )
         memory = replace(self.memory, layers=layers, folder=None)
         with attach(self.bench.model, memory, config):
             return token_losses(self.bench.model, trial, max(self.bench.batch_tokens // LENGTH, 1))
@@ -149,10 +151,10 @@ class Work:
         model, device = self.bench.model, self.bench.model.device
         kernels = Kernels({each.router.layer: each.gamma for each in self.cases}, device)
         mixing = [more(each, kernels) for each in self.cases]
-        parameters = [*kernels.parameters()]
-        for one in mixing:
-            parameters += one.parameters()
-        adam = torch.optim.Adam(parameters, lr=0.1)
+        added = [weight for one in mixing for weight in one.parameters()]
+        rates = (0.1, more.rate) if added else (0.1,)
+        groups = [{"params": part} for part in (list(kernels.parameters()), added) if part]
+        adam = torch.optim.Adam(groups, lr=0.1)
         chance = torch.Generator().manual_seed(0)
         count = len(self.studied.readings)
         order = torch.cat([torch.randperm(count, generator=chance) for _ in range(FIT_STEPS)])
@@ -162,7 +164,8 @@ class Work:
                 summed, scored = recalled_loss(model, mixing, self.studied, place)  # type: ignore[arg-type]
                 adam.zero_grad()
                 (summed / scored).backward()
-                adam.param_groups[0]["lr"] = 0.1 * (1 - step / FIT_STEPS)
+                for group, most in zip(adam.param_groups, rates, strict=True):
+                    group["lr"] = most * (1 - step / FIT_STEPS)
                 adam.step()
         return mixing
 
@@ -174,183 +177,52 @@ class Work:
         with installed([RouterHook(one.cases.router, one) for one in mixing]):
             return token_losses(self.bench.model, trial, max(self.bench.batch_tokens // LENGTH, 1))
 
+    def with_head(self, trial: Tensor) -> TokenLosses:
+        """The model without the memory, and a kNN-LM head that takes the last layer's keys for its
+        own, chosen as kNN-LM's own are (methods/knn_lm.py)."""
+        last = self.cases[-1]
+        reading = self.reference
+        scored = reading.scored.nonzero().flatten()
+        source = replace(reading.provenance, key=scored)
+        row_of = reading.kept.cumsum(0) - 1
+        device = last.keys.device
+        keys = last.keys[row_of[scored].to(device)]
+        values = source.stream[scored + 1].long().to(device)
+        own = -self._own().to(device)
+        config, _ = choose(Store(keys, values, own, source.example.to(device)), KnnLmConfig(), 0)
+        head = KnnLmHead(Neighbours(ExactIndex(keys), values), config)
+        model = self.bench.model
+        seen: list[Tensor] = []
 
-# Targets: other ways down the same slope
+        def see(inputs: Tensor, logits: Tensor) -> Tensor:
+            seen.append(inputs.detach())
+            return logits
 
+        def after(module: nn.Module, args: Any, output: Any) -> Any:
+            hidden = seen.pop().view(*output.logits.shape[:-1], -1)
+            output.logits = head.mixed(hidden, output.logits)
+            return output
 
-def descend(model: nn.Module, batch: TokenBatch, step: Step) -> list[Tensor]:
-    """Logits of every token after STEPS steps, by layer [B·T, N]; as optimise.py, but for `step`,
-    which is given the logits, their slopes and each token's own loss."""
-    layers = [RoutingLogits(router) for router in find_routers(model)]
-    hooks = [dense_gradient(model, layer.router, layer) for layer in layers]
-    with torch.enable_grad(), installed(hooks):
-        for _ in range(STEPS):
-            mask = batch.real.long() if batch.padded else None
-            logits = model(input_ids=batch.ids, attention_mask=mask, use_cache=False).logits
-            targets = batch.ids[:, 1:].masked_fill(~batch.scored[:, :-1], -100)
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets.flatten(),
-                                   reduction="none").view(targets.shape)  # fmt: skip
-            leaves = [layer.cases.logits for layer in layers]
-            slopes = torch.autograd.grad(loss.sum(), leaves)
-            own = F.pad(loss.detach(), (0, 1)).flatten()
-            moved = step([leaf.detach() for leaf in leaves], list(slopes), own)
-            for layer, leaf in zip(layers, moved, strict=True):
-                layer._leaf = leaf.requires_grad_()
-    return [layer.cases.logits.detach() for layer in layers]
+        handle = model.register_forward_hook(after)
+        try:
+            with installed([RouterHook(last.router, see)]):
+                return token_losses(model, trial, max(self.bench.batch_tokens // LENGTH, 1))
+        finally:
+            handle.remove()
 
-
-def plain(logits: list[Tensor], slopes: list[Tensor], own: Tensor) -> list[Tensor]:
-    """r - η ∂L/∂r."""
-    return [one - RATE * slope for one, slope in zip(logits, slopes, strict=True)]
-
-
-def normalised(logits: list[Tensor], slopes: list[Tensor], own: Tensor) -> list[Tensor]:
-    """Each token's step in each layer is as long as the others': a trust region of 0.3."""
-    return [
-        one - 0.3 * slope / slope.norm(dim=-1, keepdim=True).clamp(min=1e-12)
-        for one, slope in zip(logits, slopes, strict=True)
-    ]
-
-
-def clipped(logits: list[Tensor], slopes: list[Tensor], own: Tensor) -> list[Tensor]:
-    """No step is longer than 0.5."""
-    steps = [RATE * slope for slope in slopes]
-    lengths = [step.norm(dim=-1, keepdim=True).clamp(min=1e-12) for step in steps]
-    shrink = [(0.5 / length).clamp(max=1) for length in lengths]
-    return [one - step * less for one, step, less in zip(logits, steps, shrink, strict=True)]
-
-
-def signs(logits: list[Tensor], slopes: list[Tensor], own: Tensor) -> list[Tensor]:
-    """Adam's first step, again and again: the slope's signs, of a size."""
-    return [one - 0.1 * slope.sign() for one, slope in zip(logits, slopes, strict=True)]
-
-
-def until_right(logits: list[Tensor], slopes: list[Tensor], own: Tensor) -> list[Tensor]:
-    """Tokens that are right already (p > 0.5) stay where they are."""
-    wrong = (own > 0.6931).float()[:, None]
-    return [one - RATE * wrong * slope for one, slope in zip(logits, slopes, strict=True)]
-
-
-TARGETS: dict[str, Step] = {
-    "plain": plain,
-    "normalised steps": normalised,
-    "clipped steps": clipped,
-    "signs": signs,
-    "until right": until_right,
-}
-
-
-# Use: more to fit than the kernels
-
-
-class More(nn.Module):
-    """A layer's mixing with the kernels' three numbers and no more; ideas add to it."""
-
-    def __init__(self, cases: Cases, kernels: Kernels) -> None:
-        super().__init__()
-        self.cases = cases
-        self.kernels = [kernels]  # not a part of this module: all layers share it
-        self.rows = torch.empty(0)
-        self.index: ExactIndex | None = None
-
-    def searched(self) -> None:
-        self.index = ExactIndex(self.cases.keys)
-
-    def distance(self, inputs: Tensor, rows: Tensor) -> Tensor:
-        return squared_distance(inputs.detach()[:, None], self.cases.keys[rows])
-
-    def values(self, rows: Tensor, logits: Tensor) -> Tensor:
-        return self.cases.values[rows]
-
-    def own(self, logits: Tensor) -> Tensor:
-        return logits.float()
-
-    def similar(self, rows: Tensor) -> Tensor | float:
-        """Added to log s of each neighbour, where they are weighed."""
-        return 0.0
-
-    def forward(self, inputs: Tensor, logits: Tensor) -> Tensor:
-        rows = self.rows if self.index is None else self.index.search(inputs, K)[1]
-        distance = self.distance(inputs, rows)
-        kernels = self.kernels[0]
-        layer = self.cases.router.layer
-        weight, wide, trust = kernels.raw[kernels.place[layer]]
-        gamma = self.cases.gamma
-        near = -gamma * weight.exp() * distance + self.similar(rows)
-        proposal = propose_logits(self.values(rows, logits), near)
-        sure = trust.sigmoid() * confidence(-gamma * wide.exp() * distance)
-        return mix_logits(self.own(logits), proposal, sure).to(logits.dtype)
-
-
-class Differences(More):
-    """Between the case's logits (0, the paper's) and its change of the router's own (1)."""
-
-    def __init__(self, cases: Cases, kernels: Kernels) -> None:
-        super().__init__(cases, kernels)
-        self.share = nn.Parameter(torch.zeros((), device=cases.keys.device))
-        with torch.no_grad():
-            self.before = own_logits(cases.router, cases.keys).float()
-
-    def values(self, rows: Tensor, logits: Tensor) -> Tensor:
-        return self.cases.values[rows] + self.share * (logits.float()[:, None] - self.before[rows])
-
-
-class Scaled(More):
-    """Proposals made sharper or duller."""
-
-    def __init__(self, cases: Cases, kernels: Kernels) -> None:
-        super().__init__(cases, kernels)
-        self.size = nn.Parameter(torch.zeros((), device=cases.keys.device))
-
-    def values(self, rows: Tensor, logits: Tensor) -> Tensor:
-        return self.cases.values[rows] * self.size.exp()
-
-
-class Offset(More):
-    """A bias for every expert, on the router's own logits."""
-
-    def __init__(self, cases: Cases, kernels: Kernels) -> None:
-        super().__init__(cases, kernels)
-        self.bias = nn.Parameter(torch.zeros(cases.values.shape[1], device=cases.keys.device))
-
-    def own(self, logits: Tensor) -> Tensor:
-        return logits.float() + self.bias
-
-
-class Metric(More):
-    """A diagonal metric for the distance, among the neighbours that plain distance finds."""
-
-    def __init__(self, cases: Cases, kernels: Kernels) -> None:
-        super().__init__(cases, kernels)
-        self.scale = nn.Parameter(torch.zeros(cases.keys.shape[1], device=cases.keys.device))
-
-    def distance(self, inputs: Tensor, rows: Tensor) -> Tensor:
-        apart = inputs.detach()[:, None].float() - self.cases.keys[rows].float()
-        return (apart * self.scale.exp()).square().sum(dim=-1)
-
-
-class ByChange(More):
-    """Cases that the optimisation moved far weigh more, or less."""
-
-    def __init__(self, cases: Cases, kernels: Kernels) -> None:
-        super().__init__(cases, kernels)
-        self.pull = nn.Parameter(torch.zeros((), device=cases.keys.device))
-        with torch.no_grad():
-            moved = (cases.values - own_logits(cases.router, cases.keys).float()).norm(dim=-1)
-            self.moved = (moved + 1e-6).log() - (moved + 1e-6).log().mean()
-
-    def similar(self, rows: Tensor) -> Tensor:
-        return self.pull * self.moved[rows]
-
-
-USES: dict[str, type[More]] = {
-    "kernels alone": More,
-    "differences": Differences,
-    "scaled proposals": Scaled,
-    "expert bias": Offset,
-    "diagonal metric": Metric,
-    "weighed by change": ByChange,
-}
+    @torch.no_grad()
+    def _own(self) -> Tensor:
+        """What the model alone loses on each scored token of the reference [S]."""
+        losses = torch.empty(len(self.reference.scored))
+        begin = self.reference.provenance.begin
+        for numbers in plan_batches(self.reference.lengths, self.bench.batch_tokens):
+            batch, _ = make_batch(self.reference, numbers)
+            own = own_losses(self.bench.model, batch.to(self.bench.model.device))
+            own = own.view(batch.ids.shape).cpu()
+            for line, number in enumerate(numbers):
+                start, stop = begin[number : number + 2].tolist()
+                losses[start:stop] = own[line, : stop - start]
+        return losses[self.reference.scored]
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def test_targets_are_worth_what_a_memory_of_them_is(
     readings = list(Slice(own_reference(memory), [*range(len(owner))], owner).readings(1024))
     tried = choose_targets(model, find_routers(model), readings, BUILD)
     assert [way.loss for way in tried] == sorted(way.loss for way in tried)
-    assert len({(way.gradient, way.learning_rate, way.steps) for way in tried}) == 2 * 5 * 2
+    assert len({(way.gradient, way.learning_rate, way.steps) for way in tried}) == 2 * 3 * 2
     for way in (tried[0], tried[-1]):
         built = build_memory(model, tokenizer, sayings(40), way.of(BUILD))
         gammas = {layer: one.gamma for layer, one in built.full_layers().items()}
@@ -89,7 +89,7 @@ def test_what_leads_nowhere_is_left_out(
         "kernels, K = 4",
         "as it was",
     ]
-    assert kept.values is None
+    assert kept.chosen == "kernels, K = 4"
     monkeypatch.setattr("knn_moe.calibration.trials.fit_kernels", diverge)
     with pytest.raises(CalibrationError, match="finite loss"):
         calibrate(model, memory, config=QUICK)

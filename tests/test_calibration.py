@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from calibrated import QUICK, cases_of, found, loss, memory, model, sayings, study  # noqa: F401
-from conftest import BUILD, encode, make_texts
+from conftest import BUILD, encode, family, make_texts
 from knn_moe import (
     IndexConfig,
     RoutingConfig,
@@ -34,7 +34,7 @@ from knn_moe.calibration.fit import (
 from knn_moe.calibration.judge import Baseline, judge
 from knn_moe.calibration.kernels import Kernels
 from knn_moe.calibration.slices import own_reference, split
-from knn_moe.calibration.values import learn_values
+from knn_moe.calibration.values import Learning, learn_values
 from knn_moe.compressed import CompressedLayer
 from knn_moe.config import LayerKernel
 from knn_moe.errors import (
@@ -214,12 +214,38 @@ def test_more_steps_fit_better(model: PreTrainedModel, memory: RoutingMemory) ->
     cases = cases_of(model, memory)
     studied = study(model, memory, cases)
     losses = [
-        recalled(model, cases, studied, fit_kernels(model, cases, studied, 4, steps))
+        recalled(model, cases, studied, fit_kernels(model, cases, studied, 4, steps)[0])
         for steps in (8, 32, 96)
     ]
     assert losses == sorted(losses, reverse=True)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not any(router.scope._forward_pre_hooks for router in find_routers(model))
+
+
+def test_changes_are_stretched_where_that_helps(
+    model: PreTrainedModel, memory: RoutingMemory
+) -> None:
+    """A tenth of what the build changed is too little, and is made more; by one number a layer."""
+    whole = [each.stretchable() for each in cases_of(model, memory)]
+    cases = []
+    for each in whole:
+        assert each.own is not None
+        cases.append(replace(each, values=each.own + 0.1 * (each.values - each.own)))
+    studied = study(model, memory, cases)
+    kernels, stretched = fit_kernels(model, cases, studied, 4, 96)
+    as_they_are = [replace(each, own=None) for each in cases]
+    plain, same = fit_kernels(model, as_they_are, studied, 4, 96)
+    better = recalled(model, stretched, studied, kernels)
+    assert better < recalled(model, as_they_are, studied, plain)
+    for each, after, kept in zip(cases, stretched, same, strict=True):
+        assert kept.values is each.values
+        assert each.own is not None
+        change = (each.values - each.own).flatten()
+        ratio = (after.values - each.own).flatten()[change.abs() > 0.01] / change[
+            change.abs() > 0.01
+        ]
+        assert ratio.mean() > 1.5
+        torch.testing.assert_close(ratio, ratio.mean().expand_as(ratio), rtol=1e-2, atol=0)
 
 
 def recalled(
@@ -242,7 +268,7 @@ def test_values_learn_from_those_who_recall_them(
     studied = Studied(studied.readings[:1], studied.neighbours)
     kernels = tuple(LayerKernel(layer=each.router.layer, trust=0.9) for each in cases)
     start, rate = RoutingConfig(k=4, kernels=kernels), 1e-3
-    _, learned = learn_values(model, cases, studied, start, 1, rate)
+    _, learned = learn_values(model, cases, studied, start, Learning(1, rate, "sparse"))
     for place, (each, after) in enumerate(zip(cases, learned, strict=True)):
         step = (after.values - each.values) / rate
         recalled_rows = studied.neighbours[place].rows[0].unique()
@@ -262,6 +288,23 @@ def test_values_learn_from_those_who_recall_them(
         row = max(slopes, key=lambda row: abs(slopes[row]))
         assert step[row, 0].item() == pytest.approx(-math.copysign(1, slopes[row]), rel=1e-2)
     assert cases[0].values.equal(memory.full_layers()[0].values)
+
+
+def test_values_learn_through_all_experts(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Where chosen experts' weights sum to one, the sparse slope of all other logits is nothing."""
+    model = family("qwen3_moe")
+    memory = build_memory(model, tokenizer, make_texts(30), BUILD)
+    cases = cases_of(model, memory)
+    studied = study(model, memory, cases)
+    kernels = tuple(LayerKernel(layer=each.router.layer, trust=0.9) for each in cases)
+    start = RoutingConfig(k=4, kernels=kernels)
+    before = recalled(model, cases, studied, kernels)
+    moved = {}
+    for gradient in ("sparse", "dense"):
+        _, learned = learn_values(model, cases, studied, start, Learning(1, 0.02, gradient))
+        assert recalled(model, learned, studied, kernels) < before
+        moved[gradient] = float((learned[-1].values != cases[-1].values).float().mean())
+    assert moved["sparse"] < 0.95 * moved["dense"]
 
 
 @pytest.mark.parametrize(

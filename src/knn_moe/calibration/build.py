@@ -26,7 +26,7 @@ from knn_moe.routers import find_routers
 from knn_moe.storage import refuse_existing
 
 _SHARE: Final = 0.1  # of the reference set, on which ways to find better logits are tried
-_LEAST_TOKENS, _MOST_TOKENS = 1024, 8192
+_LEAST_TOKENS, _MOST_TOKENS = 1024, 16384
 
 
 def build_calibrated(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 import torch
@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from knn_moe.calibration.kernels import Kernels
 from knn_moe.calibration.slices import Reading
 from knn_moe.config import LayerKernel
+from knn_moe.dense import dense_gradient
 from knn_moe.errors import RouterNotCalledError
+from knn_moe.gate import own_logits
 from knn_moe.index.exact import squared_distance
 from knn_moe.index.others import nearest_others
 from knn_moe.intercept import RouterHook
@@ -32,18 +34,24 @@ _RATE: Final = 0.1  # of Adam, falling to 0
 
 @dataclass(frozen=True)
 class Cases:
-    """One layer's memory on its router's device. Shapes: keys [M, d]; values [M, N]; owner [M]."""
+    """One layer's memory on its router's device. Shapes: keys [M, d]; values [M, N]; owner [M];
+    own [M, N], what the router gives the keys itself: to be had where values may be stretched."""
 
     router: Router
     keys: Tensor
     values: Tensor
     owner: Tensor
     gamma: float
+    own: Tensor | None = None
 
     @staticmethod
     def of(router: Router, layer: LayerMemory, owner: Tensor) -> Cases:
         keys, values, owner = (part.to(router.device) for part in (layer.keys, layer.values, owner))
         return Cases(router, keys, values, owner, layer.gamma)
+
+    @torch.no_grad()
+    def stretchable(self) -> Cases:
+        return replace(self, own=own_logits(self.router, self.keys).float())
 
     def nearest(self, inputs: Tensor, owner: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Of other examples: squared distances and rows [T, count]."""
@@ -109,15 +117,27 @@ class Mix:
         rows = self.rows[:, : self.k]
         with torch.no_grad():
             distance = squared_distance(inputs.detach()[:, None], self.cases.keys[rows])
+        layer = self.cases.router.layer
         values = F.embedding(rows, self.cases.values)
-        return self.kernels.mix(self.cases.router.layer, distance, values, logits)
+        if self.cases.own is not None:
+            values = self.kernels.stretched(layer, values, F.embedding(rows, self.cases.own))
+        return self.kernels.mix(layer, distance, values, logits)
 
 
 @contextmanager
-def mixing(cases: Sequence[Cases], kernels: Kernels, k: int) -> Iterator[list[Mix]]:
-    """Every layer mixes inside; their `rows` are to be set for each batch."""
+def mixing(
+    cases: Sequence[Cases], kernels: Kernels, k: int, dense: nn.Module | None = None
+) -> Iterator[list[Mix]]:
+    """Every layer mixes inside; their `rows` are to be set for each batch. `dense`: the model, for
+    gradients through all its experts (dense.py)."""
     mixes = [Mix(each, kernels, k) for each in cases]
-    with installed([RouterHook(mix.cases.router, mix) for mix in mixes]):
+    hooks = [
+        RouterHook(mix.cases.router, mix)
+        if dense is None
+        else dense_gradient(dense, mix.cases.router, mix)
+        for mix in mixes
+    ]
+    with installed(hooks):
         yield mixes
 
 
@@ -151,8 +171,9 @@ def fit_kernels(
     k: int,
     steps: int,
     on_step: Callable[[], None] = lambda: None,
-) -> tuple[LayerKernel, ...]:
-    """The kernels that make the readings likeliest."""
+) -> tuple[tuple[LayerKernel, ...], list[Cases]]:
+    """The kernels that make the readings likeliest; and the cases, with values stretched for that
+    where they may be."""
     device = cases[0].router.device
     with frozen(model), torch.enable_grad():
         kernels = Kernels({each.router.layer: each.gamma for each in cases}, device)
@@ -165,7 +186,16 @@ def fit_kernels(
                 adam.param_groups[0]["lr"] = _RATE * (1 - step / steps)
                 adam.step()
                 on_step()
-    return kernels.found()
+        found = kernels.found()
+        with torch.no_grad():
+            return found, [_stretched(each, kernels) for each in cases]
+
+
+def _stretched(cases: Cases, kernels: Kernels) -> Cases:
+    if cases.own is None:
+        return cases
+    values = kernels.stretched(cases.router.layer, cases.values, cases.own)
+    return replace(cases, values=values, own=None)
 
 
 def recalled_loss(

@@ -40,7 +40,7 @@ class Judgement:
         return self.change.significant and self.change.difference < 0
 
 
-class _Recall:
+class Recall:
     """A layer's recall as routing will have it, but for the token's own example."""
 
     def __init__(self, cases: Cases, config: RoutingConfig) -> None:
@@ -51,13 +51,17 @@ class _Recall:
         self.total = self.tokens = 0.0
 
     def __call__(self, inputs: Tensor, logits: Tensor) -> Tensor:
-        distance, rows = self.cases.nearest(inputs, self.owner, self.k)
+        distance, rows = self.nearest(inputs)
         proposal = propose_logits(self.cases.values[rows], -self.kernel.gamma * distance)
         trust = self.kernel.trust * confidence(-self.kernel.confidence_gamma * distance)
         real = (self.owner != 0).to(trust.device)
         self.total += float(trust[real].sum())
         self.tokens += int(real.sum())
         return mix_logits(logits.float(), proposal, trust).to(logits.dtype)
+
+    def nearest(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Squared distances and rows [T, K]."""
+        return self.cases.nearest(inputs, self.owner, self.k)
 
 
 @dataclass(frozen=True)
@@ -88,9 +92,7 @@ def judge(
 
     Raises DivergedError where the memory leads the model to losses that are no numbers.
     """
-    recalls = [
-        _Recall(each, config) for each in cases if config.kernel(each.router.layer).trust > 0
-    ]
+    recalls = [Recall(each, config) for each in cases if config.kernel(each.router.layer).trust > 0]
     hooks = [RouterHook(recall.cases.router, recall) for recall in recalls]
     mixed = []
     with frozen(model), installed(hooks):

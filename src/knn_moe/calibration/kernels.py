@@ -1,4 +1,5 @@
-"""Kernels to fit: for every layer a width to weigh neighbours by, one to take λ by, and λ's factor.
+"""Kernels to fit: for every layer a width to weigh neighbours by, one to take λ by, and λ's factor;
+and how much is made of what the build changed, an η for each layer that is chosen afterwards.
 
 As logarithms and a logit, whose gradients know no bounds. Pure torch but for the configs.
 """
@@ -39,6 +40,9 @@ class Kernels(nn.Module):
         start = start or [LayerKernel(layer=layer, **START) for layer in gammas]
         # [layers, 3]: the widths' logarithms and the factor's logit.
         self.raw = nn.Parameter(torch.tensor([_raw(kernel) for kernel in start]).to(device))
+        self.stretch = nn.Parameter(
+            torch.zeros(len(gammas), device=device)
+        )  # a logarithm, [layers]
 
     def mix(self, layer: int, squared_distance: Tensor, values: Tensor, logits: Tensor) -> Tensor:
         """§4.2, with gradients for the kernels.
@@ -51,9 +55,13 @@ class Kernels(nn.Module):
         mean = confidence(-gamma * wide.exp() * squared_distance)
         return mix_logits(logits.float(), proposal, trust.sigmoid() * mean).to(logits.dtype)
 
+    def stretched(self, layer: int, values: Tensor, own: Tensor) -> Tensor:
+        """`values` farther from, or nearer to, the router's `own` for the same inputs. [..., N]."""
+        return own + self.stretch[self.place[layer]].exp().to(values.device) * (values - own)
+
     def found(self) -> tuple[LayerKernel, ...]:
         """As they are now. Raises DivergedError where a fit has led nowhere."""
-        if not bool(self.raw.isfinite().all()):
+        if not bool(self.raw.isfinite().all() and self.stretch.isfinite().all()):
             raise DivergedError
         numbers = torch.stack(
             [self.raw[:, 0].exp(), self.raw[:, 1].exp(), self.raw[:, 2].sigmoid()], dim=1

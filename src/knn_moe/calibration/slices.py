@@ -30,11 +30,13 @@ _LEAST_JUDGED: Final = 6  # that all of them gain by chance is 1 in 64
 @dataclass(frozen=True)
 class Reading:
     """One batch to read. Shapes: owner [B·T] int64, what each token's example is, padding's 0;
-    kept [B·T] bool, whether it is a case of the memory; example [B] int64, of each line."""
+    kept [B·T] bool, whether it is a case of a memory of this reference; rows [n] int64, where that
+    has those cases; example [B] int64, of each line."""
 
     batch: TokenBatch
     owner: Tensor
     kept: Tensor
+    rows: Tensor
     example: Tensor
 
 
@@ -55,7 +57,8 @@ class Slice:
             kept = torch.full_like(owner, rows.kept is None, dtype=torch.bool)
             if rows.kept is not None:
                 kept[rows.kept] = True
-            yield Reading(batch, owner, kept, example)
+            spans = [torch.arange(span.row, span.row + span.rows) for span in rows.spans]
+            yield Reading(batch, owner, kept, torch.cat([owner[:0], *spans]), example)
 
     def first(self, most_tokens: int) -> Slice:
         """As many of its windows as have so many tokens, but as few as there must be."""

@@ -27,9 +27,9 @@ from knn_moe.errors import CalibrationError, UnsupportedModelError
 from knn_moe.optimise import LayerCases, frozen, optimise_routing
 from knn_moe.routers import Router, input_device
 
-RATES: Final = (0.1, 0.5, 2.0, 5.0, 15.0)
+RATES: Final = (0.1, 1.0, 5.0)  # and what lies between by stretching (kernels.py)
 STEPS: Final = (1, 5)
-TRUSTS: Final = (0.25, 0.5, 1.0)
+TRUSTS: Final = (0.25, 1.0)
 _NO: Final = math.inf
 _RECALL: Final = PRESETS["strong"]["routing"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from torch import Tensor, nn
 
@@ -15,7 +15,7 @@ from knn_moe.calibration.kernels import DivergedError
 from knn_moe.calibration.result import Distances, Outcome
 from knn_moe.calibration.settings import CalibrationConfig
 from knn_moe.calibration.slices import Reading, Slice, split
-from knn_moe.calibration.values import learn_values
+from knn_moe.calibration.values import Learning, learn_values
 from knn_moe.config import RoutingConfig
 from knn_moe.errors import CalibrationError
 from knn_moe.handle import routers_for
@@ -31,18 +31,19 @@ _STEPS_A_PASS, _LEAST_TOKENS = 24, 64  # at least, of as many tokens at least
 
 @dataclass(frozen=True)
 class Trial:
-    """One way to use a memory. `rate`: that its values were learned with; None: they were not."""
+    """One way to use a memory. `taught`: by which its values learned."""
 
     name: str
     routing: RoutingConfig
     cases: Sequence[Cases]
     judgement: Judgement  # on the examples to choose by
-    rate: float | None = None
+    changed: bool = False  # whether its values are others than the memory's
+    taught: Teaching | None = None
 
     @property
     def values(self) -> dict[int, Tensor] | None:
-        """By layer, where they were learned."""
-        if self.rate is None:
+        """By layer, where they are others than the memory's."""
+        if not self.changed:
             return None
         return {each.router.layer: each.values.cpu() for each in self.cases}
 
@@ -55,7 +56,14 @@ class Trial:
         """No layer is trusted, and no value is another."""
         layers = [each.router.layer for each in self.cases]
         silent = tuple(replace(self.routing.kernel(layer), trust=0.0) for layer in layers)
-        return replace(self, routing=replace(self.routing, kernels=silent), rate=None)
+        return replace(self, routing=replace(self.routing, kernels=silent), changed=False)
+
+
+class Teaching(NamedTuple):
+    """What values learned from there on, and how fast."""
+
+    cases: Sequence[Cases]
+    rate: float
 
 
 class Workbench:
@@ -92,11 +100,14 @@ class Workbench:
         return self._trial("as it was", routing, self.cases)
 
     def fit_kernels(self, k: int) -> Trial | None:
-        """K cases, and the kernels that make the fitted examples likeliest with them."""
+        """K cases, and the kernels that make the fitted examples likeliest with them; what the
+        build changed is stretched with them, unless values are to stay."""
         name = f"kernels, K = {k}"
+        changing = bool(self.config.value_rates)
+        start = [each.stretchable() for each in self.cases] if changing else self.cases
         try:
-            kernels = fit_kernels(
-                self.model, self.cases, self.studied, k, self.steps, self.progress.on(name)
+            kernels, cases = fit_kernels(
+                self.model, start, self.studied, k, self.steps, self.progress.on(name)
             )
         except DivergedError:
             return None
@@ -104,38 +115,36 @@ class Workbench:
         routing = RoutingConfig(
             k=k, kernels=kernels, layers=kept.layers, index=kept.index, stats=kept.stats
         )
-        return self._trial(name, routing, self.cases)
+        trial = self._trial(name, routing, cases)
+        return trial and replace(trial, changed=changing)
 
     def learn_values(self, start: Trial, rate: float) -> Trial | None:
-        """The same with other values, learned at `rate`."""
+        """The same with values learned at `rate`."""
         name = f"values, rate {rate:g}"
-        learned = self._learned(self.studied, start.routing, rate, name)
-        return None if learned is None else self._trial(name, *learned, rate)
+        taught = Teaching(start.cases, rate)
+        learned = self._learned(self.studied, start.routing, taught, name)
+        trial = learned and self._trial(name, *learned)
+        return trial and replace(trial, changed=True, taught=taught)
 
     def learn_from_all(self, trial: Trial) -> Trial:
         """Values, where they are learned, from the examples to choose and to judge by as well."""
-        if trial.rate is None:
+        if trial.taught is None:
             return trial
         readings = self._readings(self.parts.everything)
         studied = find_neighbours(self.model, self.cases, readings, trial.routing.k)
         name = "values, from all examples"
-        learned = self._learned(studied, trial.routing, trial.rate, name)
+        learned = self._learned(studied, trial.routing, trial.taught, name)
         if learned is None:  # what was judged is there still
             return trial
         return replace(trial, routing=learned[0], cases=learned[1])
 
     def _learned(
-        self, studied: Studied, start: RoutingConfig, rate: float, name: str
+        self, studied: Studied, start: RoutingConfig, taught: Teaching, name: str
     ) -> tuple[RoutingConfig, list[Cases]] | None:
+        how = Learning(self.config.passes, taught.rate, self.memory.build.gradient)
         try:
             kernels, cases = learn_values(
-                self.model,
-                self.cases,
-                studied,
-                start,
-                self.config.passes,
-                rate,
-                self.progress.on(name),
+                self.model, taught.cases, studied, start, how, self.progress.on(name)
             )
         except DivergedError:
             return None
@@ -154,14 +163,12 @@ class Workbench:
             for each, found in zip(self.cases, self.studied.neighbours, strict=True)
         }
 
-    def _trial(
-        self, name: str, routing: RoutingConfig, cases: Sequence[Cases], rate: float | None = None
-    ) -> Trial | None:
+    def _trial(self, name: str, routing: RoutingConfig, cases: Sequence[Cases]) -> Trial | None:
         try:
             judged = judge(self.model, cases, self.choosing, routing)
         except DivergedError:
             return None
-        return Trial(name, routing, cases, judged, rate)
+        return Trial(name, routing, cases, judged)
 
     def _readings(self, part: Slice) -> list[Reading]:
         """For a backward pass each; small enough for some steps in a pass."""

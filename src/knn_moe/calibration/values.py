@@ -4,14 +4,15 @@ Building makes a token's own loss small (§4.1), and nobody recalls a case in it
 the logits descend the others' loss: that of tokens of other examples, routed by what they recall.
 What only one token wanted averages out; what all of them lack is added. By Adam, whose steps are of
 one size for all models: a case is recalled by few tokens or by many, and slopes are small or large.
-The kernels are fitted along.
+The kernels are fitted along. Slopes go through the experts they went through in the build: all of
+them (dense), or those that were chosen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -25,32 +26,41 @@ _KERNEL_RATE: Final = 0.03  # of Adam, falling to 0
 _BETAS, _SMALLEST = (0.9, 0.99), 1e-12  # a value's slope of the mean loss may be as small as 1e-8
 
 
+class Learning(NamedTuple):
+    """So many `passes` over the readings; `rate`: of Adam, falling to 0."""
+
+    passes: int
+    rate: float
+    gradient: str
+
+
 def learn_values(
     model: nn.Module,
     cases: Sequence[Cases],
     studied: Studied,
     start: RoutingConfig,
-    passes: int,
-    rate: float,
+    how: Learning,
     on_step: Callable[[], None] = lambda: None,
 ) -> tuple[tuple[LayerKernel, ...], list[Cases]]:
-    """Kernels from those of `start` on, and the cases with other values, after so many `passes`
-    over the readings. `rate`: of Adam, falling to 0. Raises DivergedError where that leads."""
+    """Kernels from those of `start` on, and the cases with other values. Raises DivergedError where
+    the way leads nowhere."""
     device = cases[0].router.device
-    steps = passes * len(studied.readings)
+    steps = how.passes * len(studied.readings)
+    rates = _KERNEL_RATE, how.rate
     with frozen(model), torch.enable_grad():
         learning = [replace(each, values=each.values.clone().requires_grad_()) for each in cases]
         gammas = {each.router.layer: each.gamma for each in cases}
         kernels = Kernels(gammas, device, start.kernels)
         values = [each.values for each in learning]
-        groups = [{"params": [kernels.raw], "lr": _KERNEL_RATE}, {"params": values, "lr": rate}]
+        groups: list[dict[str, Any]] = [{"params": [kernels.raw]}, {"params": values}]
         adam = torch.optim.Adam(groups, betas=_BETAS, eps=_SMALLEST)
-        with mixing(learning, kernels, start.k) as mixes:
+        dense = model if how.gradient == "dense" else None
+        with mixing(learning, kernels, start.k, dense) as mixes:
             for step, place in enumerate(places(len(studied.readings), steps)):
                 summed, count = recalled_loss(model, mixes, studied, place)
                 adam.zero_grad()
                 (summed / count).backward()
-                for group, most in zip(adam.param_groups, (_KERNEL_RATE, rate), strict=True):
+                for group, most in zip(adam.param_groups, rates, strict=True):
                     group["lr"] = most * (1 - step / steps)
                 adam.step()
                 on_step()
