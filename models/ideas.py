@@ -48,6 +48,7 @@ KINDS = ("values", "use", "head", "targets")
 def main() -> None:
     parser = common_parser((__doc__ or "").splitlines()[0], windows=100)
     parser.add_argument("--kinds", nargs="*", default=KINDS, choices=KINDS, help="of ideas")
+    parser.add_argument("--rate", type=float, default=2.0, help="η of the memory")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     for name in options.models:
@@ -69,11 +70,11 @@ def study(bench: Bench, options: Any) -> Iterator[dict[str, Any]]:
     held = sample_texts(bench.tokenizer, texts, options.windows * LENGTH, skip=tokens)
     trial = windows(encode(bench.tokenizer, held), LENGTH).long()
     alone = bench.losses(trial)
-    memory = bench.build("medical", "strong", options.sequences)
+    memory = bench.build("medical", "strong", options.sequences, learning_rate=options.rate)
     yield {"idea": "strong", "kind": "as it is", **compare(bench.losses(trial, memory), alone)}
     work = Work(bench, memory)
 
-    kernels, _ = fit_kernels(bench.model, work.cases, work.studied, K, FIT_STEPS)
+    kernels, _ = fit_kernels(bench.model, work.cases, work.studied, RoutingConfig(k=K), FIT_STEPS)
 
     def row(name: str, kind: str, started: float, found: TokenLosses) -> dict[str, Any]:
         seconds = round(time.perf_counter() - started, 1)
@@ -82,7 +83,13 @@ def study(bench: Bench, options: Any) -> Iterator[dict[str, Any]]:
     for name, how in LEARNINGS.items():
         if "values" in options.kinds:
             started = time.perf_counter()
-            learned, cases = learn(bench.model, work.cases, work.studied, kernels, how)
+            start = (kernels, work.cases)
+            if how.stretched:
+                longer = [each.stretchable() for each in work.cases]
+                start = fit_kernels(
+                    bench.model, longer, work.studied, RoutingConfig(k=how.k), FIT_STEPS
+                )
+            learned, cases = learn(bench.model, start, work.studied, how)
             found = work.losses(trial, cases, RoutingConfig(k=how.k, kernels=learned))
             yield row(name, "values", started, found)
     for name, more in USES.items():
@@ -96,7 +103,7 @@ def study(bench: Bench, options: Any) -> Iterator[dict[str, Any]]:
         if "targets" in options.kinds:
             started = time.perf_counter()
             cases = work.cases if name == "plain" else work.with_targets(step)
-            fitted, _ = fit_kernels(bench.model, cases, work.studied, K, FIT_STEPS)
+            fitted, _ = fit_kernels(bench.model, cases, work.studied, RoutingConfig(k=K), FIT_STEPS)
             found = work.losses(trial, cases, RoutingConfig(k=K, kernels=fitted))
             yield row(name, "targets", started, found)
 

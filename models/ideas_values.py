@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,8 @@ _KERNEL_RATE = 0.03
 class Learning:
     """`dense`: slopes through all experts; `dropped`: of the neighbours, at every step anew;
     `rekeyed`: before this pass, keys are taken again with the memory on; `blank`: from the router's
-    own logits on, nothing of what the build found."""
+    own logits on, nothing of what the build found; `stretched`: from changes on that were made more
+    or less of, when the kernels were fitted."""
 
     k: int = 16
     rate: float = 0.1
@@ -35,6 +37,7 @@ class Learning:
     dropped: float = 0.0
     rekeyed: tuple[int, ...] = ()
     blank: bool = False
+    stretched: bool = False
 
 
 LEARNINGS: dict[str, Learning] = {
@@ -44,6 +47,7 @@ LEARNINGS: dict[str, Learning] = {
     "values learned, from the router's own": Learning(blank=True),
     "values learned, dense": Learning(dense=True),
     "values learned, dense, K = 32": Learning(dense=True, k=32),
+    "values learned, dense, K = 32, stretched": Learning(dense=True, k=32, stretched=True),
     "values learned, dense, 3 passes": Learning(dense=True, passes=3),
     "values learned, dense, a third dropped": Learning(dense=True, dropped=0.3),
     "values learned, dense, a third dropped, 4 passes": Learning(dense=True, dropped=0.3, passes=4),
@@ -77,12 +81,13 @@ class Dropping(Mix):
 
 def learn(
     model: nn.Module,
-    cases: Sequence[Cases],
+    start: tuple[tuple[LayerKernel, ...], list[Cases]],
     studied: Studied,
-    start: tuple[LayerKernel, ...],
     how: Learning,
 ) -> tuple[tuple[LayerKernel, ...], list[Cases]]:
-    """Kernels from `start` on, and the cases with other values, and keys where `how` says so."""
+    """Kernels from those of `start` on, and its cases with other values, and keys where `how` says
+    so."""
+    kernels_before, cases = start
     learning = [replace(each, values=each.values.clone()) for each in cases]
     if how.blank:
         with torch.no_grad():
@@ -92,10 +97,10 @@ def learn(
             ]
     gammas = {each.router.layer: each.gamma for each in cases}
     with frozen(model), torch.enable_grad():
-        kernels = Kernels(gammas, cases[0].keys.device, start)
+        kernels = Kernels(gammas, cases[0].keys.device, kernels_before)
         values = [each.values.requires_grad_() for each in learning]
         rates = (_KERNEL_RATE, how.rate)
-        groups = [{"params": [kernels.raw]}, {"params": values}]
+        groups: list[dict[str, Any]] = [{"params": [kernels.raw]}, {"params": values}]
         adam = torch.optim.Adam(groups, lr=how.rate, betas=(0.9, 0.99), eps=1e-12)
         steps = how.passes * len(studied.readings)
         for step, place in enumerate(places(len(studied.readings), steps)):

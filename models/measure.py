@@ -50,10 +50,13 @@ class Bench:
         tokenizer = AutoTokenizer.from_pretrained(place)
         return Bench(model, tokenizer, data, 32768 if on_gpu else 2048)
 
-    def build(self, domain: str, preset: str, sequences: int) -> RoutingMemory:
+    def build(self, domain: str, preset: str, sequences: int, **asked: Any) -> RoutingMemory:
+        """Of so many sequences; `asked`: settings other than the preset's."""
         texts = read_texts(self.data, domain, "train")
         reference = sample_texts(self.tokenizer, texts, sequences * LENGTH)
-        config = BuildConfig(preset=preset, max_length=LENGTH, batch_tokens=self.batch_tokens)
+        config = BuildConfig(
+            preset=preset, max_length=LENGTH, batch_tokens=self.batch_tokens, **asked
+        )
         return build_memory(self.model, self.tokenizer, reference, config)
 
     def test(self, domain: str, windows: int) -> Tensor:

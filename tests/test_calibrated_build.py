@@ -85,8 +85,8 @@ def test_what_leads_nowhere_is_left_out(
     monkeypatch.setattr("knn_moe.calibration.trials.learn_values", diverge)
     kept = calibrate(model, memory, config=QUICK)
     assert [trial.name for trial in kept.trials] == [
-        "kernels, K = 1",
         "kernels, K = 4",
+        "kernels, K = 1",
         "as it was",
     ]
     assert kept.chosen == "kernels, K = 4"

@@ -64,8 +64,11 @@ def calibrate(
     with torch.inference_mode(False), fast_experts(model), _fitting_in(memory, config):
         bench = Workbench(model, memory, reference, config, on_progress)
         choice = _Choice()
-        for k in bench.counts:
-            choice.offer(bench.fit_kernels(k))
+        *fewer, most = bench.counts
+        first = bench.fit_kernels(most)
+        choice.offer(first)
+        for k in reversed(fewer):
+            choice.offer(bench.fit_kernels(k, first))
         fitted = choice.best
         for rate in config.value_rates:
             choice.offer(bench.learn_values(fitted, rate))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from knn_moe.calibration.kernels import Kernels
 from knn_moe.calibration.slices import Reading
-from knn_moe.config import LayerKernel
+from knn_moe.config import LayerKernel, RoutingConfig
 from knn_moe.dense import dense_gradient
 from knn_moe.errors import RouterNotCalledError
 from knn_moe.gate import own_logits
@@ -168,17 +168,18 @@ def fit_kernels(
     model: nn.Module,
     cases: Sequence[Cases],
     studied: Studied,
-    k: int,
+    start: RoutingConfig,
     steps: int,
     on_step: Callable[[], None] = lambda: None,
 ) -> tuple[tuple[LayerKernel, ...], list[Cases]]:
-    """The kernels that make the readings likeliest; and the cases, with values stretched for that
-    where they may be."""
+    """The kernels that make the readings likeliest, with the K and from the kernels of `start`, if
+    it has any; and the cases, with values stretched for that where they may be."""
     device = cases[0].router.device
     with frozen(model), torch.enable_grad():
-        kernels = Kernels({each.router.layer: each.gamma for each in cases}, device)
+        gammas = {each.router.layer: each.gamma for each in cases}
+        kernels = Kernels(gammas, device, start.kernels)
         adam = torch.optim.Adam(kernels.parameters(), lr=_RATE)
-        with mixing(cases, kernels, k) as mixes:
+        with mixing(cases, kernels, start.k) as mixes:
             for step, place in enumerate(places(len(studied.readings), steps)):
                 summed, count = recalled_loss(model, mixes, studied, place)
                 adam.zero_grad()

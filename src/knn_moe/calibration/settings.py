@@ -12,12 +12,14 @@ class CalibrationConfig:
     """How a memory is calibrated."""
 
     neighbours: tuple[int, ...] = (8, 32)  # K to choose among
-    value_rates: tuple[float, ...] = (0.05, 0.1)  # to learn values with; none: they stay
+    value_rates: tuple[float, ...] = (0.1,)  # to learn values with; none: they stay
     passes: int = 2  # over the examples, while values are learned
     held_out: float = 0.15  # of the examples, to choose by, and as many to judge by
     fit_tokens: int = 262144  # read at most, to fit
     judge_tokens: int = 16384  # read at most, to choose by, and as many to judge by
-    steps: int = 96  # of the kernels' fit, for each K, at most; no more than three passes
+    steps: int = (
+        64  # of the kernels' fit, at most; no more than two passes, and half for the next K
+    )
     step_tokens: int = 8192  # that a step reads, at most; less where that would be few steps
     seed: int = 0
 

@@ -25,7 +25,7 @@ from knn_moe.provenance import owners
 from knn_moe.routers import find_routers
 
 OnProgress = Callable[[str, int, int], None]
-_KERNEL_PASSES: Final = 3  # over the fitted examples, at most
+_KERNEL_PASSES: Final = 2  # over the fitted examples, at most
 _STEPS_A_PASS, _LEAST_TOKENS = 24, 64  # at least, of as many tokens at least
 
 
@@ -82,12 +82,12 @@ class Workbench:
         self.config = config
         self.parts = split(reference, config)
         self.counts = _counts(memory, config)
-        self.cases = _cases(model, memory)
+        self.cases: Sequence[Cases] = _cases(model, memory)
         readings = self._readings(self.parts.fitting)
         whole = len(self._readings(self.parts.everything))
         passes = len(config.value_rates) * len(readings) + bool(config.value_rates) * whole
         self.steps = min(config.steps, _KERNEL_PASSES * len(readings))
-        total = len(self.counts) * self.steps + config.passes * passes
+        total = self.steps + (len(self.counts) - 1) * self._fewer + config.passes * passes
         self.progress = _Progress(on_progress, total)
         self.studied = find_neighbours(model, self.cases, readings, self.counts[-1])
         self.choosing = Baseline.of(model, self._lines(self.parts.choosing))
@@ -99,24 +99,32 @@ class Workbench:
             return None
         return self._trial("as it was", routing, self.cases)
 
-    def fit_kernels(self, k: int) -> Trial | None:
+    def fit_kernels(self, k: int, start: Trial | None = None) -> Trial | None:
         """K cases, and the kernels that make the fitted examples likeliest with them; what the
-        build changed is stretched with them, unless values are to stay."""
+        build changed is stretched with them, unless values are to stay. From a fit for another K
+        on it takes less."""
         name = f"kernels, K = {k}"
         changing = bool(self.config.value_rates)
-        start = [each.stretchable() for each in self.cases] if changing else self.cases
+        kept = self.memory.routing
+        routing = RoutingConfig(k=k, layers=kept.layers, index=kept.index, stats=kept.stats)
+        cases, steps = self.cases, self.steps
+        if start is not None:
+            routing = replace(routing, kernels=start.routing.kernels)
+            cases, steps = start.cases, self._fewer
+        if changing:
+            cases = [each.stretchable() for each in cases]
         try:
-            kernels, cases = fit_kernels(
-                self.model, start, self.studied, k, self.steps, self.progress.on(name)
+            kernels, fitted = fit_kernels(
+                self.model, cases, self.studied, routing, steps, self.progress.on(name)
             )
         except DivergedError:
             return None
-        kept = self.memory.routing
-        routing = RoutingConfig(
-            k=k, kernels=kernels, layers=kept.layers, index=kept.index, stats=kept.stats
-        )
-        trial = self._trial(name, routing, cases)
+        trial = self._trial(name, replace(routing, kernels=kernels), fitted)
         return trial and replace(trial, changed=changing)
+
+    @property
+    def _fewer(self) -> int:
+        return -(-self.steps // 2)
 
     def learn_values(self, start: Trial, rate: float) -> Trial | None:
         """The same with values learned at `rate`."""
