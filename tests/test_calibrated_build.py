@@ -25,7 +25,8 @@ from knn_moe.calibration import Calibration, build_calibrated
 from knn_moe.calibration.judge import Baseline, judge
 from knn_moe.calibration.kernels import DivergedError
 from knn_moe.calibration.slices import Slice, own_reference, split
-from knn_moe.calibration.targets import TRUSTS, choose_targets
+from knn_moe.calibration.result import Candidate
+from knn_moe.calibration.targets import TRUSTS, choose_targets, ranked
 from knn_moe.cli.main import main
 from knn_moe.config import PRESETS
 from knn_moe.errors import (
@@ -41,9 +42,9 @@ def test_targets_are_worth_what_a_memory_of_them_is(
     owner = owners(memory.provenance)
     readings = list(Slice(own_reference(memory), [*range(len(owner))], owner).readings(1024))
     tried = choose_targets(model, find_routers(model), readings, BUILD)
-    assert [way.loss for way in tried] == sorted(way.loss for way in tried)
+    assert [way.loss for way in tried[1:]] == sorted(way.loss for way in tried[1:])
     assert len({(way.gradient, way.learning_rate, way.steps) for way in tried}) == 2 * 3 * 2
-    for way in (tried[0], tried[-1]):
+    for way in (min(tried, key=lambda way: way.loss), tried[-1]):
         built = build_memory(model, tokenizer, sayings(40), way.of(BUILD))
         gammas = {layer: one.gamma for layer, one in built.full_layers().items()}
         cases = cases_of(model, built)
@@ -53,6 +54,17 @@ def test_targets_are_worth_what_a_memory_of_them_is(
         judged = [judge(model, cases, alone, routing) for routing in ways]
         assert way.loss == pytest.approx(min(one.loss for one in judged), abs=0.1)
     assert tried[0].loss < judged[0].alone
+
+
+@pytest.mark.parametrize(("dense", "first"), [(4.005, "dense"), (4.02, "sparse"), (3.9, "dense")])
+def test_dense_targets_go_before_sparse_ones_that_are_hardly_better(
+    dense: float, first: str
+) -> None:
+    ways = [Candidate("sparse", 1.0, 1, 4.0), Candidate("sparse", 0.1, 1, 4.001)]
+    ways += [Candidate("dense", 1.0, 5, dense), Candidate("dense", 0.1, 5, dense + 0.001)]
+    found = ranked(ways)
+    assert (found[0].gradient, found[0].loss) == (first, 4.0 if first == "sparse" else dense)
+    assert sorted(found, key=id) == sorted(ways, key=id)
 
 
 def test_targets_are_chosen_without_those_who_judge(

@@ -247,6 +247,7 @@ def test_changes_are_stretched_where_that_helps(
             change.abs() > 0.01
         ]
         assert ratio.mean() > 1.5
+        assert after.stretch == pytest.approx(float(ratio.mean()), rel=1e-3)
         torch.testing.assert_close(ratio, ratio.mean().expand_as(ratio), rtol=1e-2, atol=0)
 
 

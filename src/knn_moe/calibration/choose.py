@@ -83,6 +83,7 @@ def calibrate(
         chosen=best.name,
         distances=bench.distances(best.routing.k),
         values=last.values,
+        stretch=last.stretch,
         seconds=time.monotonic() - started,
     )
 

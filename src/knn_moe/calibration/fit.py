@@ -35,7 +35,8 @@ _RATE: Final = 0.1  # of Adam, falling to 0
 @dataclass(frozen=True)
 class Cases:
     """One layer's memory on its router's device. Shapes: keys [M, d]; values [M, N]; owner [M];
-    own [M, N], what the router gives the keys itself: to be had where values may be stretched."""
+    own [M, N], what the router gives the keys itself: to be had where values may be stretched.
+    `stretch`: what came of that."""
 
     router: Router
     keys: Tensor
@@ -43,6 +44,7 @@ class Cases:
     owner: Tensor
     gamma: float
     own: Tensor | None = None
+    stretch: float = 1.0
 
     @staticmethod
     def of(router: Router, layer: LayerMemory, owner: Tensor) -> Cases:
@@ -195,8 +197,10 @@ def fit_kernels(
 def _stretched(cases: Cases, kernels: Kernels) -> Cases:
     if cases.own is None:
         return cases
-    values = kernels.stretched(cases.router.layer, cases.values, cases.own)
-    return replace(cases, values=values, own=None)
+    layer = cases.router.layer
+    values = kernels.stretched(layer, cases.values, cases.own)
+    stretch = cases.stretch * float(kernels.stretch[kernels.place[layer]].exp())
+    return replace(cases, values=values, own=None, stretch=stretch)
 
 
 def recalled_loss(

@@ -60,6 +60,7 @@ class Calibration:
     chosen: str  # its name among the trials
     distances: Mapping[int, Distances]  # by layer
     values: Mapping[int, Tensor] | None  # by layer [M, N]; None: as they were
+    stretch: Mapping[int, float]  # by layer: how much is made of what the build changed
     seconds: float
     targets: tuple[Candidate, ...] = ()  # the best first, where the build chose among some
 
@@ -79,6 +80,7 @@ class Calibration:
             "chosen": self.chosen,
             "trials": [asdict(trial) for trial in self.trials],
             "distances": {str(layer): asdict(one) for layer, one in self.distances.items()},
+            "stretch": {str(layer): round(value, 4) for layer, value in self.stretch.items()},
             "values_learned": self.values is not None,
             "targets": [asdict(target) for target in self.targets],
             "seconds": round(self.seconds, 1),

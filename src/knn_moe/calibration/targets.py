@@ -31,6 +31,7 @@ RATES: Final = (0.1, 1.0, 5.0)  # and what lies between by stretching (kernels.p
 STEPS: Final = (1, 5)
 TRUSTS: Final = (0.25, 1.0)
 _NO: Final = math.inf
+_HARDLY: Final = 0.01  # nats a token
 _RECALL: Final = PRESETS["strong"]["routing"]
 
 
@@ -59,7 +60,7 @@ def choose_targets(
     base: BuildConfig,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Candidate]:
-    """Every candidate with its loss, the best first; one that leads nowhere is left out."""
+    """Every candidate with its loss, the one to take first; what leads nowhere is left out."""
     sample = _Sample()
     with frozen(model), torch.inference_mode(False):
         for place, reading in enumerate(readings):
@@ -86,7 +87,18 @@ def choose_targets(
             "No way to find better logits gave the model a finite loss, from η = "
             f"{min(RATES)} on: it may overflow in its dtype. Try another, or a preset."
         )
-    return sorted(finite, key=lambda candidate: candidate.loss)
+    return ranked(finite)
+
+
+def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """By loss; but a dense one goes before all sparse ones that are hardly better: values learn by
+    the build's gradient afterwards (values.py), and through all experts they learn more."""
+    best, *others = sorted(candidates, key=lambda each: each.loss)
+    if best.gradient == "dense":
+        return [best, *others]
+    dense = (each for each in others if each.gradient == "dense")
+    taken = next((each for each in dense if each.loss <= best.loss + _HARDLY), best)
+    return [taken, *(each for each in (best, *others) if each is not taken)]
 
 
 def _try_all(

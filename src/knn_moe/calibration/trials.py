@@ -47,6 +47,11 @@ class Trial:
             return None
         return {each.router.layer: each.values.cpu() for each in self.cases}
 
+    @property
+    def stretch(self) -> dict[int, float]:
+        """By layer."""
+        return {each.router.layer: each.stretch if self.changed else 1.0 for each in self.cases}
+
     def outcome(self) -> Outcome:
         change = self.judgement.change
         loss = self.judgement.loss
