@@ -24,8 +24,8 @@ from knn_moe import (
 from knn_moe.calibration import Calibration, build_calibrated
 from knn_moe.calibration.judge import Baseline, judge
 from knn_moe.calibration.kernels import DivergedError
-from knn_moe.calibration.slices import Slice, own_reference, split
 from knn_moe.calibration.result import Candidate
+from knn_moe.calibration.slices import Slice, own_reference, split
 from knn_moe.calibration.targets import TRUSTS, choose_targets, ranked
 from knn_moe.cli.main import main
 from knn_moe.config import PRESETS
