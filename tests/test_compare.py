@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,31 @@ def test_runs_side_by_side() -> None:
     assert knn.adjusted_p == knn.change.p
     assert knn.by_perplexity is not None
     assert set(knn.by_perplexity) == {"low", "mid", "high"}
+
+
+def test_the_right_answers_own_loss() -> None:
+    """By likelihood it says more than right and wrong; a question in other words has it too."""
+    right = [(-1.0, -4.0), (-6.0, -2.0), (-3.0, -5.0)]  # of A and of B
+
+    def answered(method: str, nearer: float, **facts: Any) -> Run:
+        run = made_run(method, [1.0, 1.0, 0.0], preparation_seconds=nearer, **facts)
+        samples = [
+            replace(sample, answer=letter, likelihoods=tuple(one + nearer for one in pair))
+            for sample, letter, pair in zip(run.samples, "ABB", right, strict=True)
+        ]
+        return Run(run.facts, samples)
+
+    runs = [answered("zero-shot", 0.0), answered("knn", 0.5), answered("few", 0.25, reworded=True)]
+    alone, knn, few = compare_runs(runs, "zero-shot", resamples=100)
+    assert alone.answer_loss == pytest.approx((1 + 2 + 5) / 3)
+    assert alone.answer_change is None
+    for line, nearer in ((knn, 0.5), (few, 0.25)):
+        assert line.answer_change is not None
+        assert line.answer_change.difference == pytest.approx(-nearer)
+        assert line.preparation_seconds == nearer
+    assert few.nll_change is None
+    untold = compare_runs([made_run("zero-shot", [1.0])], "zero-shot", resamples=10)
+    assert untold[0].answer_loss is None
 
 
 def test_the_average_is_over_all_questions() -> None:

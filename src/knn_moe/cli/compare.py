@@ -15,6 +15,7 @@ from knn_moe.cli.common import json_option, log, print_json, print_table
 if TYPE_CHECKING:
     from knn_moe.evaluation.compare import Line
     from knn_moe.evaluation.runs import Run
+    from knn_moe.stats import Comparison
 
 _COLUMNS = ("task", "method", "n", "score %", "95 %", "change", "95 %", "p", "p (Holm)", "NLL")
 
@@ -36,6 +37,8 @@ def command(
     knn-moe compare runs --against zero-shot --latex
 
     Changes are paired, by bootstrap over questions; "Avg." is over all questions of all tasks.
+    NLL is the mean loss of the prompts' tokens, or of a text's; by likelihood, the right answer's
+    own loss is beside it.
     """
     from knn_moe.evaluation.compare import compare_runs
     from knn_moe.evaluation.runs import read_runs
@@ -63,7 +66,10 @@ def show_runs(runs: Sequence[Run], against: str) -> None:
 
 
 def show_lines(lines: Sequence[Line], against: str) -> None:
-    print_table(f"against {against}", _COLUMNS, [_cells(line) for line in lines])
+    by_likelihood = any(line.answer_loss is not None for line in lines)
+    columns = (*_COLUMNS, "right answer, nats") if by_likelihood else _COLUMNS
+    rows = [_cells(line) + ((_answer(line),) if by_likelihood else ()) for line in lines]
+    print_table(f"against {against}", columns, rows)
     tested = {line.task for line in lines if line.change and line.task != "Avg."}
     if len(tested) > 1:
         _note(
@@ -97,13 +103,18 @@ def _cells(line: Line) -> tuple[str, ...]:
         "-" if change is None else f"{100 * change.low:+.2f} to {100 * change.high:+.2f}",
         "-" if change is None else f"{change.p:.4f}",
         "-" if line.adjusted_p is None else f"{line.adjusted_p:.4f}",
-        "-" if line.nll is None else _nll(line),
+        _loss(line.nll, line.nll_change),
     )
 
 
-def _nll(line: Line) -> str:
-    change = line.nll_change
-    return f"{line.nll:.4f}" + ("" if change is None else f" ({change.difference:+.4f})")
+def _answer(line: Line) -> str:
+    return _loss(line.answer_loss, line.answer_change)
+
+
+def _loss(value: float | None, change: Comparison | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4f}" + ("" if change is None else f" ({change.difference:+.4f})")
 
 
 def _csv(lines: Sequence[Line]) -> str:

@@ -7,8 +7,9 @@ prompts. Knows samples and statistics; nothing of models.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 from typing import Any, Final
 
 from knn_moe.errors import RunError
@@ -19,6 +20,7 @@ from knn_moe.tasks.task import TEXT
 
 AVERAGE: Final = "Avg."
 TERCILES: Final = ("low", "mid", "high")
+_NLL, _ANSWER_LOSS = attrgetter("nll"), attrgetter("answer_loss")
 _ALIKE: Final = ("model", "dtype", "scoring", "asked", "batches")  # of runs that are compared
 
 
@@ -39,6 +41,9 @@ class Line:
     nll_change: Comparison | None = None
     adjusted_p: float | None = None  # of `change`, for as many tasks as were tested (Holm)
     by_perplexity: Mapping[str, Comparison] | None = None  # change in each third of the questions
+    answer_loss: float | None = None  # by likelihood: of the right choice, in nats
+    answer_change: Comparison | None = None
+    preparation_seconds: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -77,6 +82,8 @@ def _line(run: Run, base: Run | None, resamples: int) -> Line:
         nll=_mean([sample.nll for sample in samples]),
         unparsed=sum(sample.parsed is None for sample in samples if run.facts["scoring"] != TEXT),
         near_ties=sum(sample.near_tie for sample in samples),
+        answer_loss=_mean([sample.answer_loss for sample in samples]),
+        preparation_seconds=run.facts.get("preparation_seconds"),
     )
     if base is None or base is run:
         return line
@@ -85,8 +92,9 @@ def _line(run: Run, base: Run | None, resamples: int) -> Line:
     return replace(
         line,
         change=paired_bootstrap(ours, theirs, resamples),
-        nll_change=None if _reworded(run, base) else _nll_change(pairs, resamples),
+        nll_change=None if _reworded(run, base) else _changed(_NLL, pairs, resamples),
         by_perplexity=_thirds(pairs, resamples),
+        answer_change=_changed(_ANSWER_LOSS, pairs, resamples),
     )
 
 
@@ -115,8 +123,14 @@ def _reworded(run: Run, base: Run) -> bool:
     return bool(run.facts.get("reworded") or base.facts.get("reworded"))
 
 
-def _nll_change(pairs: Sequence[tuple[Sample, Sample]], resamples: int) -> Comparison | None:
-    known = [(a.nll, b.nll) for a, b in pairs if a.nll is not None and b.nll is not None]
+def _changed(
+    loss: Callable[[Sample], float | None],
+    pairs: Sequence[tuple[Sample, Sample]],
+    resamples: int,
+) -> Comparison | None:
+    """Of the samples that have this loss, on both sides."""
+    both = [(loss(ours), loss(theirs)) for ours, theirs in pairs]
+    known = [(one, other) for one, other in both if one is not None and other is not None]
     if not known:
         return None
     ours, theirs = zip(*known, strict=True)

@@ -6,6 +6,8 @@ import hashlib
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
+from knn_moe.tasks.prompts import LETTERS
+
 NEAR_TIE: Final = 1e-3  # nats: rounding, as by another batch size, may turn a choice this close
 
 
@@ -30,6 +32,13 @@ class Sample:
     @property
     def near_tie(self) -> bool:
         return self.margin is not None and self.margin < NEAR_TIE
+
+    @property
+    def answer_loss(self) -> float | None:
+        """By likelihood: -log p(the right choice | the prompt), in nats."""
+        if self.likelihoods is None or self.answer is None:
+            return None
+        return -self.likelihoods[LETTERS.index(self.answer)]
 
     def to_dict(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if value is not None}
