@@ -58,7 +58,8 @@ def main() -> None:
             for row in study(bench, options):
                 rows.append(row)
                 print(Path(name).name, row, flush=True)
-                found = {"model": Path(name).name, "sequences": options.sequences, "rows": rows}
+                asked = {each: getattr(options, each) for each in ("sequences", "windows", "rate")}
+                found = {"model": Path(name).name, **asked, "rows": rows}
                 text = json.dumps(found, indent=1)
                 (options.out / f"{Path(name).name}.json").write_text(f"{text}\n", encoding="utf8")
 
@@ -87,7 +88,7 @@ def study(bench: Bench, options: Any) -> Iterator[dict[str, Any]]:
             if how.stretched:
                 longer = [each.stretchable() for each in work.cases]
                 start = fit_kernels(
-                    bench.model, longer, work.studied, RoutingConfig(k=how.k), FIT_STEPS
+                    bench.model, longer, work.studied, RoutingConfig(k=K), FIT_STEPS
                 )
             learned, cases = learn(bench.model, start, work.studied, how)
             found = work.losses(trial, cases, RoutingConfig(k=how.k, kernels=learned))
@@ -102,7 +103,7 @@ def study(bench: Bench, options: Any) -> Iterator[dict[str, Any]]:
     for name, step in TARGETS.items():
         if "targets" in options.kinds:
             started = time.perf_counter()
-            cases = work.cases if name == "plain" else work.with_targets(step)
+            cases = work.with_targets(step)
             fitted, _ = fit_kernels(bench.model, cases, work.studied, RoutingConfig(k=K), FIT_STEPS)
             found = work.losses(trial, cases, RoutingConfig(k=K, kernels=fitted))
             yield row(name, "targets", started, found)

@@ -27,6 +27,7 @@ from knn_moe.calibration.kernels import DivergedError
 from knn_moe.calibration.result import Candidate
 from knn_moe.calibration.slices import Slice, own_reference, split
 from knn_moe.calibration.targets import TRUSTS, choose_targets, ranked
+from knn_moe.calibration.values import learn_values
 from knn_moe.cli.main import main
 from knn_moe.config import PRESETS
 from knn_moe.errors import (
@@ -56,13 +57,16 @@ def test_targets_are_worth_what_a_memory_of_them_is(
     assert tried[0].loss < judged[0].alone
 
 
-@pytest.mark.parametrize(("dense", "first"), [(4.005, "dense"), (4.02, "sparse"), (3.9, "dense")])
-def test_dense_targets_go_before_sparse_ones_that_are_hardly_better(
-    dense: float, first: str
+@pytest.mark.parametrize(
+    ("dense", "alone", "first"),
+    [(4.04, 4.1, "dense"), (4.06, 4.1, "sparse"), (4.04, None, "sparse"), (3.9, None, "dense")],
+)
+def test_dense_targets_go_before_sparse_ones_where_values_will_learn(
+    dense: float, alone: float | None, first: str
 ) -> None:
     ways = [Candidate("sparse", 1.0, 1, 4.0), Candidate("sparse", 0.1, 1, 4.001)]
     ways += [Candidate("dense", 1.0, 5, dense), Candidate("dense", 0.1, 5, dense + 0.001)]
-    found = ranked(ways)
+    found = ranked(ways, alone)
     assert (found[0].gradient, found[0].loss) == (first, 4.0 if first == "sparse" else dense)
     assert sorted(found, key=id) == sorted(ways, key=id)
 
@@ -102,9 +106,53 @@ def test_what_leads_nowhere_is_left_out(
         "as it was",
     ]
     assert kept.chosen == "kernels, K = 4"
+    assert not kept.learned
     monkeypatch.setattr("knn_moe.calibration.trials.fit_kernels", diverge)
     with pytest.raises(CalibrationError, match="finite loss"):
         calibrate(model, memory, config=QUICK)
+
+
+def test_values_may_stay(model: PreTrainedModel, memory: RoutingMemory) -> None:
+    kept = calibrate(model, memory, config=replace(QUICK, value_rates=()))
+    assert kept.helps
+    assert kept.values is None
+    assert set(kept.stretch.values()) == {1.0}
+    assert not kept.apply(memory).header.learned
+
+
+@pytest.mark.parametrize("gradient", ["sparse", "dense"])
+def test_values_learn_by_the_build_s_gradient_and_every_step_is_told(
+    gradient: str,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, told = [], []
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        asked.append(args[4].gradient)
+        return learn_values(*args, **kwargs)
+
+    monkeypatch.setattr("knn_moe.calibration.trials.learn_values", watched)
+    memory = build_memory(model, tokenizer, sayings(40), replace(BUILD, gradient=gradient))
+    found = calibrate(
+        model,
+        memory,
+        config=QUICK,
+        on_progress=lambda what, done, total: told.append((done, total)),
+    )
+    assert set(asked) == {gradient}
+    assert len(asked) == 1 + (found.learned and found.helps)
+    passed = QUICK.passes * (0 if len(asked) == 2 else len(_everything(memory)))
+    assert told[-1][0] == told[-1][1] - passed
+    assert found.report()["stretch"].keys() == {"0", "1"}
+
+
+def _everything(memory: RoutingMemory) -> list[Any]:
+    """The batches that values learn from at last."""
+    tokens = len(memory.provenance.stream)
+    part = split(own_reference(memory), QUICK).everything
+    return list(part.readings(min(QUICK.step_tokens, max(tokens // 24, 64))))
 
 
 def test_values_that_are_no_numbers(model: PreTrainedModel, memory: RoutingMemory) -> None:

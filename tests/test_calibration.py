@@ -348,7 +348,7 @@ def test_compressing_keeps_it_and_merging_forgets_what_it_was_worth(
         seen.append([layer.mean_confidence for layer in routing.stats().values()])
     assert seen[1] == pytest.approx(seen[0], abs=0.05)
     for examples in (None, sayings(40)):
-        with pytest.raises(CalibrationError, match="were learned from its own examples"):
+        with pytest.raises(CalibrationError, match="were fitted to its own examples"):
             calibrate(model, calibrated, examples, QUICK, tokenizer=tokenizer)
     with pytest.raises(ConfigError, match="those to drop included"):
         calibrated.without([0])

@@ -15,15 +15,13 @@ from difflib import get_close_matches
 from typing import Final, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from knn_moe.errors import ConfigError, MemoryMismatchError
-from knn_moe.gate import own_logits
+from knn_moe.gate import own_logits_of_all
 from knn_moe.handle import check_belongs
-from knn_moe.memory import LayerMemory, RoutingMemory
-from knn_moe.routers import Router, find_routers
-
-_ROWS: Final = 4096  # keys a router reads at a time
+from knn_moe.memory import RoutingMemory
+from knn_moe.routers import find_routers
 
 
 class Make(Protocol):
@@ -74,15 +72,8 @@ def own_values(memory: RoutingMemory, model: nn.Module) -> RoutingMemory:
                 f"The memory's layer {index} has no router in the model that reads its keys of "
                 f"{layer.shape.hidden_size} numbers."
             )
-        layers[index] = replace(layer, values=_own_logits(router, layer))
+        layers[index] = replace(layer, values=own_logits_of_all(router, layer.keys))
     return replace(memory, layers=layers, folder=None)
-
-
-@torch.no_grad()
-def _own_logits(router: Router, layer: LayerMemory) -> Tensor:
-    """Shape: [M, N] fp32, where the values lie."""
-    parts = (own_logits(router, keys.to(router.device)) for keys in layer.keys.split(_ROWS))
-    return torch.cat([part.float().to(layer.values.device) for part in parts])
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from knn_moe.memory import Layer
 from knn_moe.routers import Router
 
 _SAMPLE: Final = 4096  # cases whose entropy is measured: all, or this many evenly spaced
+_ROWS: Final = 4096  # keys a router reads at a time
 _BY_PLACE: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -101,10 +102,18 @@ def own_logits(router: Router, keys: Tensor) -> Tensor:
     if mode.logits is None:
         raise UnsupportedModelError(
             f"Router {router.name!r} computed its logits without torch.nn.functional.linear, so "
-            f"what it gives a key cannot be told: leave out gate='entropy', or take another "
-            f"control than 'own-logits'."
+            f"what it gives a key cannot be told: leave out gate='entropy', take another control "
+            f"than 'own-logits', or calibrate with --keep-values."
         )
     return mode.logits
+
+
+@torch.no_grad()
+def own_logits_of_all(router: Router, keys: Tensor) -> Tensor:
+    """The same for as many keys as there are, wherever they lie: some thousand at a time go to the
+    router, which may make copies of them. Shapes: keys [M, d] → [M, N] fp32, where the keys are."""
+    parts = (own_logits(router, part.to(router.device)) for part in keys.split(_ROWS))
+    return torch.cat([part.float().to(keys.device) for part in parts])
 
 
 class _Seen(Exception):  # noqa: N818  # no failure: it ends a forward of which enough is seen

@@ -218,7 +218,7 @@ class RoutingMemory:
         self.full_layers()
         if self.header.learned:
             raise ConfigError(
-                "The values of this memory were learned from all its examples, those to drop "
+                "The values of this memory were fitted to all its examples, those to drop "
                 "included: build a memory of the others instead."
             )
         _check_droppable(self.provenance, examples)

@@ -65,7 +65,10 @@ def build_calibrated(
             find_routers(model),
             readings,
             config,
-            lambda done, total: on_progress("trying η, S and the gradient", done, total),
+            learning=bool(calibration.value_rates),
+            on_progress=lambda done, total: on_progress(
+                "trying η, S and the gradient", done, total
+            ),
         )
 
     def show(progress: BuildProgress) -> None:

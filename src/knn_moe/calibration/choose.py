@@ -1,9 +1,9 @@
 """Choose how a memory is used, on its own reference set: neighbours, kernels, values, layers.
 
 On one part of the examples the kernels of every layer are fitted by gradient, for each number of
-neighbours, and then the values; by a second part the best of these is chosen; on a third, that
-had no part in either, it is judged against the model alone. A memory that is not significantly
-better there is told to keep silent (trust 0).
+neighbours, with how much is made of what the build changed; then the values. By a second part the
+best of these is chosen; on a third, that had no part in either, it is judged against the model
+alone. A memory that is not significantly better there is told to keep silent (trust 0).
 """
 
 from __future__ import annotations
@@ -64,11 +64,7 @@ def calibrate(
     with torch.inference_mode(False), fast_experts(model), _fitting_in(memory, config):
         bench = Workbench(model, memory, reference, config, on_progress)
         choice = _Choice()
-        *fewer, most = bench.counts
-        first = bench.fit_kernels(most)
-        choice.offer(first)
-        for k in reversed(fewer):
-            choice.offer(bench.fit_kernels(k, first))
+        _fit_kernels(bench, choice)
         fitted = choice.best
         for rate in config.value_rates:
             choice.offer(bench.learn_values(fitted, rate))
@@ -84,8 +80,18 @@ def calibrate(
         distances=bench.distances(best.routing.k),
         values=last.values,
         stretch=last.stretch,
+        learned=last.taught is not None,
         seconds=time.monotonic() - started,
     )
+
+
+def _fit_kernels(bench: Workbench, choice: _Choice) -> None:
+    """For the most neighbours first, and from there on for fewer."""
+    *fewer, most = bench.counts
+    first = bench.fit_kernels(most)
+    choice.offer(first)
+    for k in reversed(fewer):
+        choice.offer(bench.fit_kernels(k, first))
 
 
 class _Choice:
@@ -135,7 +141,7 @@ def _check_impartial(memory: RoutingMemory, reference: ReferenceTokens) -> None:
     if torch.isin(owners(reference.provenance), owners(memory.provenance)).any():
         how = "was pruned by what its own examples gained from it"
         if header.learned:
-            how = "has values that were learned from its own examples"
+            how = "has values that were fitted to its own examples"
         raise CalibrationError(
             f"{memory!r} {how}, so they cannot judge it. Calibrate the memory as it was built, or "
             f"give other examples."
@@ -152,8 +158,9 @@ def _fitting_in(memory: RoutingMemory, config: CalibrationConfig) -> Iterator[No
         if not exhausted and "can't allocate memory" not in str(error):
             raise
         raise ModelTooLargeError(
-            f"Calibrating takes the whole memory ({memory.nbytes / 1e9:,.1f} GB), six times its "
+            f"Calibrating takes the whole memory ({memory.nbytes / 1e9:,.1f} GB), seven times its "
             f"values to learn them, and a backward pass of {config.step_tokens:,} tokens beside "
             f"the model, and they did not fit. Keep the values as they are (--keep-values, "
-            f"value_rates=()), lower step_tokens, or calibrate a memory of fewer examples."
+            f"value_rates=()), try fewer neighbours (-k), lower step_tokens, or calibrate a memory "
+            f"of fewer examples."
         ) from None

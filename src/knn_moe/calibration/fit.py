@@ -1,4 +1,5 @@
-"""Fit a memory's kernels by gradient, on tokens that recall every example but their own.
+"""Fit a memory's kernels by gradient, on tokens that recall every example but their own; and with
+them how much is made of what the build changed.
 
 Neighbours are searched once, for the inputs of the model alone. Where layers below have been
 mixed, inputs are a little different: their distances to the same neighbours are taken again, and
@@ -21,7 +22,7 @@ from knn_moe.calibration.slices import Reading
 from knn_moe.config import LayerKernel, RoutingConfig
 from knn_moe.dense import dense_gradient
 from knn_moe.errors import RouterNotCalledError
-from knn_moe.gate import own_logits
+from knn_moe.gate import own_logits_of_all
 from knn_moe.index.exact import squared_distance
 from knn_moe.index.others import nearest_others
 from knn_moe.intercept import RouterHook
@@ -30,6 +31,7 @@ from knn_moe.optimise import TokenBatch, frozen, installed
 from knn_moe.routers import Router, input_device
 
 _RATE: Final = 0.1  # of Adam, falling to 0
+_TOKENS: Final = 1024  # that are compared with their neighbours at a time
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,8 @@ class Cases:
         keys, values, owner = (part.to(router.device) for part in (layer.keys, layer.values, owner))
         return Cases(router, keys, values, owner, layer.gamma)
 
-    @torch.no_grad()
     def stretchable(self) -> Cases:
-        return replace(self, own=own_logits(self.router, self.keys).float())
+        return replace(self, own=own_logits_of_all(self.router, self.keys))
 
     def nearest(self, inputs: Tensor, owner: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Of other examples: squared distances and rows [T, count]."""
@@ -117,13 +118,18 @@ class Mix:
 
     def __call__(self, inputs: Tensor, logits: Tensor) -> Tensor:
         rows = self.rows[:, : self.k]
-        with torch.no_grad():
-            distance = squared_distance(inputs.detach()[:, None], self.cases.keys[rows])
+        distance = self._distance(inputs.detach(), rows)
         layer = self.cases.router.layer
         values = F.embedding(rows, self.cases.values)
         if self.cases.own is not None:
             values = self.kernels.stretched(layer, values, F.embedding(rows, self.cases.own))
         return self.kernels.mix(layer, distance, values, logits)
+
+    def _distance(self, inputs: Tensor, rows: Tensor) -> Tensor:
+        """Squared, to the cases of `rows`; some tokens at a time, whose keys are many."""
+        parts = zip(inputs.split(_TOKENS), rows.split(_TOKENS), strict=True)
+        keys = self.cases.keys
+        return torch.cat([squared_distance(part[:, None], keys[near]) for part, near in parts])
 
 
 @contextmanager

@@ -37,12 +37,12 @@ class Kernels(nn.Module):
         super().__init__()
         self.gammas = gammas
         self.place = {layer: place for place, layer in enumerate(gammas)}
-        start = start or [LayerKernel(layer=layer, **START) for layer in gammas]
-        # [layers, 3]: the widths' logarithms and the factor's logit.
-        self.raw = nn.Parameter(torch.tensor([_raw(kernel) for kernel in start]).to(device))
-        self.stretch = nn.Parameter(
-            torch.zeros(len(gammas), device=device)
-        )  # a logarithm, [layers]
+        given = {kernel.layer: kernel for kernel in start or ()}
+        usual = {layer: LayerKernel(layer=layer, **START) for layer in gammas}
+        raw = [_raw(given.get(layer, usual[layer])) for layer in gammas]
+        # [layers, 3]: the widths' logarithms and the factor's logit; [layers]: a logarithm.
+        self.raw = nn.Parameter(torch.tensor(raw).to(device))
+        self.stretch = nn.Parameter(torch.zeros(len(gammas), device=device))
 
     def mix(self, layer: int, squared_distance: Tensor, values: Tensor, logits: Tensor) -> Tensor:
         """§4.2, with gradients for the kernels.

@@ -61,8 +61,9 @@ class Calibration:
     distances: Mapping[int, Distances]  # by layer
     values: Mapping[int, Tensor] | None  # by layer [M, N]; None: as they were
     stretch: Mapping[int, float]  # by layer: how much is made of what the build changed
+    learned: bool  # whether values learned from those who recall them
     seconds: float
-    targets: tuple[Candidate, ...] = ()  # the best first, where the build chose among some
+    targets: tuple[Candidate, ...] = ()  # the one taken first, where the build chose among some
 
     @property
     def helps(self) -> bool:
@@ -81,13 +82,13 @@ class Calibration:
             "trials": [asdict(trial) for trial in self.trials],
             "distances": {str(layer): asdict(one) for layer, one in self.distances.items()},
             "stretch": {str(layer): round(value, 4) for layer, value in self.stretch.items()},
-            "values_learned": self.values is not None,
+            "values_learned": self.learned,
             "targets": [asdict(target) for target in self.targets],
             "seconds": round(self.seconds, 1),
         }
 
     def apply(self, memory: RoutingMemory) -> RoutingMemory:
-        """`memory`, used in this way; its own values are learned ones where some were learned."""
+        """`memory`, used in this way, with the values that were found for it."""
         header = replace(memory.header, routing=self.routing, calibration=self.report())
         if self.values is None:
             return replace(memory, header=header)

@@ -31,7 +31,7 @@ RATES: Final = (0.1, 1.0, 5.0)  # and what lies between by stretching (kernels.p
 STEPS: Final = (1, 5)
 TRUSTS: Final = (0.25, 1.0)
 _NO: Final = math.inf
-_HARDLY: Final = 0.01  # nats a token
+_ENOUGH: Final = 0.5  # of the best one's gain, for a dense one to be taken
 _RECALL: Final = PRESETS["strong"]["routing"]
 
 
@@ -58,16 +58,19 @@ def choose_targets(
     routers: list[Router],
     readings: Sequence[Reading],
     base: BuildConfig,
+    *,
+    learning: bool = True,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Candidate]:
-    """Every candidate with its loss, the one to take first; what leads nowhere is left out."""
+    """Every candidate with its loss, the one to take first; what leads nowhere is left out.
+    `learning`: whether values will learn afterwards."""
     sample = _Sample()
     with frozen(model), torch.inference_mode(False):
         for place, reading in enumerate(readings):
             _try_all(model, routers, reading, base, sample)
             on_progress(place + 1, len(readings))
         near = [_near(router, sample.inputs.pop(router.layer), readings) for router in routers]
-        judged = []
+        judged, alone = [], None
         for candidate in dict.fromkeys(candidate for candidate, _ in sample.values):
             cases = [
                 replace(
@@ -80,6 +83,7 @@ def choose_targets(
             ]
             studied = Studied(readings, [each.neighbours for each in near])
             losses = [_loss(model, cases, studied, trust) for trust in TRUSTS]
+            alone = _loss(model, cases, studied, trust=0.0) if alone is None else alone
             judged.append(replace(candidate, loss=min(filter(math.isfinite, losses), default=_NO)))
     finite = [candidate for candidate in judged if math.isfinite(candidate.loss)]
     if not finite:
@@ -87,17 +91,19 @@ def choose_targets(
             "No way to find better logits gave the model a finite loss, from η = "
             f"{min(RATES)} on: it may overflow in its dtype. Try another, or a preset."
         )
-    return ranked(finite)
+    return ranked(finite, alone if learning else None)
 
 
-def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """By loss; but a dense one goes before all sparse ones that are hardly better: values learn by
-    the build's gradient afterwards (values.py), and through all experts they learn more."""
+def ranked(candidates: Sequence[Candidate], alone: float | None) -> list[Candidate]:
+    """By loss. Where values will learn, and the model `alone` loses as much, the best dense one
+    goes first if it has half of the best one's gain: values learn by the build's gradient
+    (values.py), and through all experts they learn more."""
     best, *others = sorted(candidates, key=lambda each: each.loss)
-    if best.gradient == "dense":
+    if alone is None or best.gradient == "dense":
         return [best, *others]
+    enough = alone - _ENOUGH * max(alone - best.loss, 0.0)
     dense = (each for each in others if each.gradient == "dense")
-    taken = next((each for each in dense if each.loss <= best.loss + _HARDLY), best)
+    taken = next((each for each in dense if each.loss < enough), best)
     return [taken, *(each for each in (best, *others) if each is not taken)]
 
 

@@ -61,7 +61,9 @@ class Trial:
         """No layer is trusted, and no value is another."""
         layers = [each.router.layer for each in self.cases]
         silent = tuple(replace(self.routing.kernel(layer), trust=0.0) for layer in layers)
-        return replace(self, routing=replace(self.routing, kernels=silent), changed=False)
+        return replace(
+            self, routing=replace(self.routing, kernels=silent), changed=False, taught=None
+        )
 
 
 class Teaching(NamedTuple):
@@ -112,10 +114,11 @@ class Workbench:
         changing = bool(self.config.value_rates)
         kept = self.memory.routing
         routing = RoutingConfig(k=k, layers=kept.layers, index=kept.index, stats=kept.stats)
-        cases, steps = self.cases, self.steps
+        steps = self.steps if k == self.counts[-1] else self._fewer
+        cases = self.cases
         if start is not None:
             routing = replace(routing, kernels=start.routing.kernels)
-            cases, steps = start.cases, self._fewer
+            cases = start.cases
         if changing:
             cases = [each.stretchable() for each in cases]
         try:
@@ -143,6 +146,8 @@ class Workbench:
         """Values, where they are learned, from the examples to choose and to judge by as well."""
         if trial.taught is None:
             return trial
+        for found in self.studied.neighbours:
+            found.rows.clear()  # as much room as the new ones take
         readings = self._readings(self.parts.everything)
         studied = find_neighbours(self.model, self.cases, readings, trial.routing.k)
         name = "values, from all examples"

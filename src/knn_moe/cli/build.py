@@ -164,14 +164,14 @@ def _refuse_with_calibrate(append: Path | None, settings: dict[str, Any]) -> Non
 
 def _open(folder: Path) -> RoutingMemory:
     """The memory to append to; refused where it has no keys to compute γ from, or where values
-    were learned that the new examples would have to have a part in."""
+    were fitted that the new examples would have to have a part in."""
     from knn_moe.memory import RoutingMemory
 
     memory = RoutingMemory.from_pretrained(folder)
     memory.full_layers()
     if memory.header.learned:
         raise ConfigError(
-            f"The values of {str(folder)!r} were learned from all its examples: build a memory of "
+            f"The values of {str(folder)!r} were fitted to all its examples: build a memory of "
             f"these and the new ones with --calibrate."
         )
     return memory

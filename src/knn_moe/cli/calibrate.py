@@ -119,10 +119,15 @@ def show_calibration(found: Calibration) -> None:
     """What was tried, what was chosen for each layer, and what it is worth."""
     if found.targets:
         ways = [
-            (f"{way.learning_rate:g}", way.steps, way.gradient, f"{way.loss:.4f}")
+            (
+                f"{way.learning_rate:g}{' *' if way is found.targets[0] else ''}",
+                way.steps,
+                way.gradient,
+                f"{way.loss:.4f}",
+            )
             for way in found.targets[:_SHOWN]
         ]
-        print_table("Better logits, the best ways", ("η", "S", "gradient", "loss"), ways)
+        print_table("Ways to better logits (* taken)", ("η", "S", "gradient", "loss"), ways)
     tried = [
         (
             f"{trial.name} *" if trial.name == found.chosen else trial.name,
