@@ -25,7 +25,7 @@ END, PAD = "<|endoftext|>", "<|pad|>"
 
 def default_data() -> Path:
     beside = Path(__file__).resolve().parents[2] / "shared" / "data"
-    return Path(os.environ.get("KNN_MOE_DATA", beside))
+    return Path(os.environ.get("KNN_MOE_DATA") or beside)
 
 
 def read_texts(data: Path, domain: str, split: str) -> list[str]:

@@ -28,7 +28,7 @@ from knn_moe.reproduce.write import latex, markdown, read_table, write_table
 from test_evaluation import questions
 from tiny import trained, words
 
-TEX = Path(os.environ.get("KNN_MOE_DATA", "../shared/data")).parent / "paper.tex"
+TEX = Path(os.environ.get("KNN_MOE_DATA") or "../shared/data").parent / "paper.tex"
 LABELS = {  # of our tables in the paper
     "main": "main_results", "perplexity": "why_works", "selective": "why_works2",
     "reference-size": "size", "neighbours": "k", "steps": "s", "construction-time": "mem_time",

@@ -12,7 +12,7 @@ class CalibrationConfig:
     """How a memory is calibrated."""
 
     neighbours: tuple[int, ...] = (8, 32)  # K to choose among
-    value_rates: tuple[float, ...] = (0.1,)  # to learn values with; none: they stay
+    value_rates: tuple[float, ...] = (0.05, 0.1)  # to learn values with; none: they stay
     passes: int = 2  # over the examples, while values are learned
     held_out: float = 0.15  # of the examples, to choose by, and as many to judge by
     fit_tokens: int = 262144  # read at most, to fit
