@@ -9,11 +9,12 @@ from typing import Any, Final
 
 from torch import nn
 
+from knn_moe.batches import ReferenceTokens
 from knn_moe.build import BuildProgress, build_memory, fitting, reference_tokens
 from knn_moe.calibration.choose import calibrate
 from knn_moe.calibration.result import Calibration, write_calibrated
 from knn_moe.calibration.settings import CalibrationConfig
-from knn_moe.calibration.slices import split
+from knn_moe.calibration.slices import Reading, split
 from knn_moe.calibration.targets import choose_targets
 from knn_moe.calibration.trials import OnProgress
 from knn_moe.config import BuildConfig
@@ -52,12 +53,7 @@ def build_calibrated(
     check_free(model)
     listed = list(iter_examples(examples))
     reference = reference_tokens(model, tokenizer, listed, config)
-    wanted = round(_SHARE * len(reference.provenance.stream))
-    # Of what is fitted alone: what is judged by must have no part in this either.
-    sample = split(reference, calibration).fitting.first(
-        min(max(_LEAST_TOKENS, wanted), _MOST_TOKENS)
-    )
-    readings = list(sample.readings(config.batch_tokens))
+    readings = _sample(reference, config, calibration)
     forget_compiled_graphs()
     with fitting(config, tuple(readings[0].batch.ids.shape)), fast_experts(model):
         tried = choose_targets(
@@ -80,3 +76,14 @@ def build_calibrated(
     found = replace(found, targets=tuple(tried))
     calibrated = found.apply(memory)
     return write_calibrated(calibrated, Path(folder)) if folder else calibrated, found
+
+
+def _sample(
+    reference: ReferenceTokens, config: BuildConfig, calibration: CalibrationConfig
+) -> list[Reading]:
+    """To try ways to find better logits on: of what is fitted alone. What is judged by must have no
+    part in this either."""
+    wanted = round(_SHARE * len(reference.provenance.stream))
+    tokens = min(max(_LEAST_TOKENS, wanted), _MOST_TOKENS)
+    part = split(reference, calibration).fitting.first(tokens)
+    return list(part.readings(config.batch_tokens))

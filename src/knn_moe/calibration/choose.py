@@ -63,12 +63,7 @@ def calibrate(
     forget_compiled_graphs()
     with torch.inference_mode(False), fast_experts(model), _fitting_in(memory, config):
         bench = Workbench(model, memory, reference, config, on_progress)
-        choice = _Choice()
-        _fit_kernels(bench, choice)
-        fitted = choice.best
-        for rate in config.value_rates:
-            choice.offer(bench.learn_values(fitted, rate))
-        choice.offer(bench.usual())
+        choice = _tried(bench)
         best = choice.best
         judged = bench.judge(best)
         last = bench.learn_from_all(best) if judged.better else best.silenced()
@@ -85,13 +80,21 @@ def calibrate(
     )
 
 
-def _fit_kernels(bench: Workbench, choice: _Choice) -> None:
-    """For the most neighbours first, and from there on for fewer."""
+def _tried(bench: Workbench) -> _Choice:
+    """Kernels for the most neighbours, and from there on for fewer; with the best of them, values;
+    and the memory as it was."""
+    choice = _Choice()
     *fewer, most = bench.counts
     first = bench.fit_kernels(most)
     choice.offer(first)
     for k in reversed(fewer):
         choice.offer(bench.fit_kernels(k, first))
+    del first  # its values take as much room as the best one's
+    fitted = choice.best
+    for rate in bench.config.value_rates:
+        choice.offer(bench.learn_values(fitted, rate))
+    choice.offer(bench.usual())
+    return choice
 
 
 class _Choice:
