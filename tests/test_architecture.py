@@ -17,18 +17,18 @@ ROOT = Path(knn_moe.__file__).parent
 
 # Each room may import only from rooms above it.
 ORDER = """
-    errors similarity mixing drawing provenance
+    errors similarity mixing next_token drawing provenance
     index.settings index.protocol index.exact index.others index.packing index.partition index.grid
     index.scan index.values index.fast index.faiss index.kernels index.parts index.launch
     index.fused index config gamma
     reference routers experts intercept dense embedded identity header card storage writer
     compressed memory optimise batches drain workspace build recall compression gate hooks
-    trace explanation explain reading handle memories stats likelihood generation usage controls
-    harness
+    head trace explanation explain reading handle memories stats likelihood generation usage
+    controls harness
     labelling.agreement labelling.config labelling.prompts labelling.answers labelling.endpoint
     labelling.label labelling
     calibration.settings calibration.slices calibration.kernels calibration.fit calibration.values
-    calibration.judge calibration.result calibration.targets calibration.trials
+    calibration.judge calibration.head calibration.result calibration.targets calibration.trials
     calibration.choose calibration.build calibration
     pruning.recalled pruning.by_loss pruning.by_values pruning
     tasks.task tasks.prompts tasks.parsing tasks.sandbox_child tasks.sandbox tasks.rows
@@ -115,6 +115,7 @@ def test_the_public_names_need_neither_faiss_nor_triton_nor_matplotlib() -> None
 def test_mathematics_imports_nothing_of_ours() -> None:
     assert imported(ROOT / "similarity.py") == set()
     assert imported(ROOT / "mixing.py") == set()
+    assert imported(ROOT / "next_token.py") == set()
 
 
 def test_public_names_are_those_meant() -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from knn_moe.build import build_memory
     from knn_moe.calibration import build_calibrated, calibrate
     from knn_moe.compression import compress
-    from knn_moe.config import BuildConfig, RoutingConfig
+    from knn_moe.config import BuildConfig, HeadConfig, RoutingConfig
     from knn_moe.controls import control
     from knn_moe.handle import attach
     from knn_moe.index.settings import IndexConfig
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BuildConfig",
     "Example",
+    "HeadConfig",
     "IndexConfig",
     "LabelConfig",
     "RoutingConfig",
@@ -49,6 +50,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "BuildConfig": "config",
     "Example": "reference",
+    "HeadConfig": "config",
     "IndexConfig": "index.settings",
     "LabelConfig": "labelling",
     "RoutingConfig": "config",

@@ -89,6 +89,23 @@ class LayerKernel:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeadConfig:
+    """A memory's head (head.py): what followed its nearest cases, mixed into the model's logits."""
+
+    k: int = 64  # cases that say what followed
+    weight: float = 0.3  # of what they say; the model's own has the rest
+    gamma_scale: float = 3.0  # of the last layer's γ: exp(-γ · gamma_scale · d²) each
+
+    def __post_init__(self) -> None:
+        _check_count("head's k", self.k, 1)
+        _check_width("head's gamma_scale", self.gamma_scale)
+        if not 0 <= self.weight < 1:
+            raise ConfigError(
+                f"head's weight must be at least 0 and less than 1, got {self.weight}."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class RoutingConfig:
     """How a memory is used (§4.2).
 
@@ -111,6 +128,8 @@ class RoutingConfig:
     # remembered ("confidence"): see gate.py. None: no token.
     gate: str | None = None
     gate_share: float = 1 / 3  # of the memory's cases, by their entropy; or λ itself, at most
+    # Also tell the next token, from what followed the nearest cases. None: route only.
+    head: HeadConfig | None = None
     # A control (controls.py): K cases drawn at random, by this seed, stand in for the K nearest.
     drawn: int | None = None
 
@@ -123,6 +142,11 @@ class RoutingConfig:
             object.__setattr__(self, "index", IndexConfig(**index))
         elif not isinstance(index, IndexConfig | None):
             raise ConfigError(f"index must be an IndexConfig or its kind, got {index!r}.")
+        head: object = self.head
+        if isinstance(head, Mapping):
+            object.__setattr__(self, "head", HeadConfig(**head))
+        elif not isinstance(head, HeadConfig | None):
+            raise ConfigError(f"head must be a HeadConfig, got {head!r}.")
         if self.similarity not in SIMILARITIES:
             raise ConfigError(_unknown("similarity", self.similarity, tuple(SIMILARITIES)))
         _check_width("gamma", self.gamma)

@@ -133,4 +133,10 @@ def control(
     found = control_named(kind)
     if model is not None and not force:
         check_belongs(model, memory)
-    return found.make(memory, model, seed)
+    return found.make(_routing_only(memory), model, seed)
+
+
+def _routing_only(memory: RoutingMemory) -> RoutingMemory:
+    """Without a head, which would go on telling what followed the nearest cases."""
+    routing = replace(memory.routing, head=None)
+    return replace(memory, header=replace(memory.header, routing=routing))

@@ -21,6 +21,7 @@ from knn_moe.errors import AttachError, ConfigError, MemoryMismatchError, Router
 from knn_moe.explain import Reader, explain_sequences, read_text, sequences_of
 from knn_moe.explanation import Explanation
 from knn_moe.gate import open_gate
+from knn_moe.head import install_heads, make_head
 from knn_moe.hooks import LayerStats, RecallHook, RouterCall, Rows, TokenMask
 from knn_moe.identity import identify
 from knn_moe.intercept import forget_compiled_graphs, hook_on, takes_top
@@ -163,8 +164,10 @@ class Routing(Handle):
         self._hooks = [
             recall_hook(router, memory, config, self._mask) for router in routers if len(memory)
         ]
+        heads = make_head(self._hooks, memory, config)
         forget_compiled_graphs()
         self._handles = [handle for hook in self._hooks for handle in hook.install()]
+        self._handles += install_heads(model, heads)
         self._handles += self._reading.install() + self._mask.install(self._check_called)
 
     def recall_hooks(self) -> list[RecallHook]:

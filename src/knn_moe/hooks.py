@@ -137,11 +137,14 @@ class RecallHook(RouterHook):
         self.count_changes = count_changes
         self.counts = Counts(recall.gamma.device)
         self.called = False
+        self.keeps_inputs = False  # for whoever takes them when the model is done
         self.observer: Callable[[RouterCall], None] | None = None
 
     def mix(self, inputs: Tensor, logits: Tensor) -> Tensor:
         if self.rows.nobody:
             return logits
+        if self.keeps_inputs:
+            self.state.read = inputs.detach()
         real = self.mask.real(len(inputs), inputs.device)
         mine = self.rows.of(len(inputs), self.mask.batch, inputs.device)
         if mine is not None:

@@ -93,6 +93,8 @@ class CallState:
     mode: ReplaceLogits | None = None
     # What the callback leaves for the end of the call: its business alone.
     step: Any = None
+    # And for the end of the model's, where somebody asked for it: the inputs [T, d].
+    read: Tensor | None = None
 
 
 class _PerThread(threading.local):
@@ -133,6 +135,14 @@ class RouterHook:
                 f"linear, so they cannot be replaced. A fused kernel may have taken over: load the "
                 f"model without it (use_kernels=False)."
             )
+
+    def take_read(self) -> Tensor | None:
+        """What the last call left of its inputs, once; it may have been compiled, and this not."""
+        for state in (self.state, self._compiled):
+            read, state.read = state.read, None
+            if read is not None:
+                return read
+        return None
 
     def install(self) -> list[RemovableHandle]:
         scope = self.router.scope

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from knn_moe.config import RoutingConfig
 from knn_moe.errors import AttachError, ConfigError
 from knn_moe.handle import Handle, check_free, recall_hook, routers_for
+from knn_moe.head import Head, install_heads, make_head
 from knn_moe.hooks import HookStack, LayerStats, RecallHook, Rows, TokenMask
 from knn_moe.intercept import forget_compiled_graphs
 from knn_moe.memory import RoutingMemory
@@ -66,6 +67,7 @@ class Memories(Handle):
         self._rows = {name: Rows.none() for name in memories}
         self._chosen: str | list[str | None] | None = None
         self._hooks: dict[str, list[RecallHook]] = {}
+        heads: list[Head] = []
         for name, memory in memories.items():
             config = configs.get(name, memory.routing)
             routers = routers_for(model, memory, config, force=force)
@@ -74,8 +76,9 @@ class Memories(Handle):
                 for router in routers
                 if len(memory)
             ]
+            heads += make_head(self._hooks[name], memory, config)
         forget_compiled_graphs()
-        self._handles = self._install()
+        self._handles = self._install() + install_heads(model, heads)
 
     def _install(self) -> list[RemovableHandle]:
         by_router: dict[str, list[RecallHook]] = {}

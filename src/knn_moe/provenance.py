@@ -53,6 +53,13 @@ class Provenance:
         return self.stream[self.key].long()
 
     @property
+    def following(self) -> Tensor:
+        """The token after the key's, -1 where its window ends. Shape [M] int64."""
+        last = self.begin[self.window + 1] - 1
+        after = self.stream[(self.key + 1).clamp(max=len(self.stream) - 1)].long()
+        return after.masked_fill(self.key >= last, -1)
+
+    @property
     def num_examples(self) -> int:
         """How many examples have a window here."""
         return int(self.example_of_window.unique().numel())

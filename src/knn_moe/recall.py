@@ -132,6 +132,11 @@ class LayerRecall(nn.Module):
         squared_distance, places = self._recalled(inputs)
         return squared_distance, rows_of(self.index, places)
 
+    def nearest_of(self, inputs: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The same for another K, none of them drawn. Shapes: inputs [T, d] → [T, k] twice."""
+        squared_distance, places = self.index.search(self._queries(inputs), min(k, self.cases))
+        return squared_distance, rows_of(self.index, places)
+
     def log_similarity(self, squared_distance: Tensor) -> Tensor:
         """log s of each neighbour, as it is weighed. Shapes: [T, K] → [T, K], at most 0."""
         return self.similarity.log(squared_distance, self.gamma)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -66,9 +67,11 @@ def calibrate(
         choice = _tried(bench)
         best = choice.best
         judged = bench.judge(best)
+        head = bench.choose_head(best) if config.head and judged.better else None
         last = bench.learn_from_all(best) if judged.better else best.silenced()
+    mixed_in = head.config if head and head.helps else None
     return Calibration(
-        routing=last.routing,
+        routing=replace(last.routing, head=mixed_in),
         judgement=judged,
         trials=tuple(choice.outcomes),
         chosen=best.name,
@@ -76,6 +79,7 @@ def calibrate(
         values=last.values,
         stretch=last.stretch,
         learned=last.taught is not None,
+        head=head,
         seconds=time.monotonic() - started,
     )
 

@@ -160,7 +160,7 @@ def find_neighbours(
         for reading in readings:
             for search in searches:
                 search.owner = reading.owner
-            _logits(model, reading.batch)
+            next_logits(model, reading.batch)
     for search in searches:
         calls = len(search.found.rows)
         if calls != len(readings):
@@ -225,7 +225,7 @@ def places(count: int, steps: int) -> list[int]:
     return torch.cat(rounds)[:steps].tolist()
 
 
-def _logits(model: nn.Module, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+def next_logits(model: nn.Module, batch: TokenBatch) -> tuple[Tensor, Tensor]:
     """Next-token logits [B, T - 1, V], and the tokens to predict [B, T - 1], -100: not scored."""
     batch = batch.to(input_device(model))
     mask = batch.real.long() if batch.padded else None
@@ -236,13 +236,13 @@ def _logits(model: nn.Module, batch: TokenBatch) -> tuple[Tensor, Tensor]:
 
 def loss_of(model: nn.Module, batch: TokenBatch) -> tuple[Tensor, int]:
     """Summed over the scored tokens, and how many they are."""
-    logits, targets = _logits(model, batch)
+    logits, targets = next_logits(model, batch)
     loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
     return loss, int((targets != -100).sum())
 
 
 def losses(model: nn.Module, batch: TokenBatch) -> tuple[Tensor, Tensor]:
     """Each line's summed loss and scored tokens. Shapes: [B] fp32, [B] int64, on the CPU."""
-    logits, targets = _logits(model, batch)
+    logits, targets = next_logits(model, batch)
     loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
     return loss.view(targets.shape).sum(dim=1).cpu(), (targets != -100).sum(dim=1).cpu()

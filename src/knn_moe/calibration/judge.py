@@ -103,11 +103,8 @@ def judge(
             on_step()
     if not all(bool(part.isfinite().all()) for part in mixed):
         raise DivergedError
-    examples = torch.cat([reading.example for reading in baseline.readings])
-    without, with_it, tokens = _by_example(examples, [baseline.alone, mixed, baseline.tokens])
-    change = paired_bootstrap(
-        (with_it / tokens).numpy(), (without / tokens).numpy(), weights=tokens.numpy()
-    )
+    without, with_it, tokens = _by_example(baseline, [baseline.alone, mixed, baseline.tokens])
+    change = _compare(with_it, without, tokens)
     total = float(tokens.sum())
     return Judgement(
         loss=float(with_it.sum()) / total,
@@ -121,8 +118,22 @@ def judge(
     )
 
 
-def _by_example(examples: Tensor, columns: list[list[Tensor]]) -> list[Tensor]:
-    """Sums over each example's windows; examples of no tokens are left out."""
+def compare_by_example(baseline: Baseline, with_it: Tensor, without: Tensor) -> Comparison:
+    """The change of the loss a token. Shapes: with_it, without [lines], summed over a line."""
+    columns = _by_example(baseline, [[with_it], [without], baseline.tokens])
+    return _compare(*columns)
+
+
+def _compare(with_it: Tensor, without: Tensor, tokens: Tensor) -> Comparison:
+    """Shapes: [examples] each, summed losses and tokens."""
+    return paired_bootstrap(
+        (with_it / tokens).numpy(), (without / tokens).numpy(), weights=tokens.numpy()
+    )
+
+
+def _by_example(baseline: Baseline, columns: list[list[Tensor]]) -> list[Tensor]:
+    """Sums over each example's lines; examples of no tokens, the last column, are left out."""
+    examples = torch.cat([reading.example for reading in baseline.readings])
     _, place = examples.unique(return_inverse=True)
     size = int(place.max()) + 1
     sums = [

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from knn_moe.calibration.head import HeadFound
 from knn_moe.calibration.judge import Judgement
 from knn_moe.config import BuildConfig, RoutingConfig
 from knn_moe.memory import RoutingMemory
@@ -63,6 +64,7 @@ class Calibration:
     stretch: Mapping[int, float]  # by layer: how much is made of what the build changed
     learned: bool  # whether values learned from those who recall them
     seconds: float
+    head: HeadFound | None = None  # the likeliest, where one was asked for; used if it helps
     targets: tuple[Candidate, ...] = ()  # the one taken first, where the build chose among some
 
     @property
@@ -83,6 +85,7 @@ class Calibration:
             "distances": {str(layer): asdict(one) for layer, one in self.distances.items()},
             "stretch": {str(layer): round(value, 4) for layer, value in self.stretch.items()},
             "values_learned": self.learned,
+            "head": asdict(self.head) if self.head else None,
             "targets": [asdict(target) for target in self.targets],
             "seconds": round(self.seconds, 1),
         }

@@ -20,6 +20,7 @@ class CalibrationConfig:
     # Of the kernels' fit, at most; no more than two passes, and half for the next K.
     steps: int = 64
     step_tokens: int = 8192  # that a step reads, at most; less where that would be few steps
+    head: bool = False  # whether it is also to tell the next token (head.py)
     seed: int = 0
 
     def __post_init__(self) -> None:

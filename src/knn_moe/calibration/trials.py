@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Final, NamedTuple
 
 from torch import Tensor, nn
 
 from knn_moe.batches import ReferenceTokens
 from knn_moe.calibration.fit import Cases, Studied, find_neighbours, fit_kernels
+from knn_moe.calibration.head import HeadFound, choose_head
 from knn_moe.calibration.judge import Baseline, Judgement, judge
 from knn_moe.calibration.kernels import DivergedError
 from knn_moe.calibration.result import Distances, Outcome
@@ -168,10 +170,19 @@ class Workbench:
             return None
         return replace(start, kernels=kernels), cases
 
+    @cached_property
+    def judging(self) -> Baseline:
+        """Of examples that have no part in anything before."""
+        return Baseline.of(self.model, self._lines(self.parts.judging))
+
     def judge(self, trial: Trial) -> Judgement:
-        """On examples that had no part in anything yet."""
-        judging = Baseline.of(self.model, self._lines(self.parts.judging))
-        return judge(self.model, trial.cases, judging, trial.routing)
+        return judge(self.model, trial.cases, self.judging, trial.routing)
+
+    def choose_head(self, trial: Trial) -> HeadFound | None:
+        """For a model with its memory used so; None: nothing that followed is any help."""
+        parts = self.choosing, self.judging
+        following = self.memory.provenance.following
+        return choose_head(self.model, trial.cases, following, trial.routing, parts)
 
     def distances(self, k: int) -> dict[int, Distances]:
         """To the nearest, and to the last of K cases."""

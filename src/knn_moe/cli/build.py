@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 @click.option("--max-length", default=2048, show_default=True, help="Tokens in a window.")
 @click.option("--batch-tokens", default=8192, show_default=True, help="Tokens in a batch.")
 @click.option("--calibrate", is_flag=True, help="Choose all of these, and how it is used, by data.")
+@click.option("--head", is_flag=True, help="With --calibrate: also tell the next token.")
 @click.option("--append", type=click.Path(path_type=Path), help="Memory to add the examples to.")
 @click.option("--resume", is_flag=True, help="Go on where a killed build stopped.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing memory once this is whole.")
@@ -55,6 +56,7 @@ def command(
     reference: Path,
     output: Path,
     calibrate: bool,
+    head: bool,
     append: Path | None,
     resume: bool,
     overwrite: bool,
@@ -75,8 +77,9 @@ def command(
     REFERENCE is .jsonl or .jsonl.gz with "text", "prompt" and "completion", or "messages" on each
     line; or .txt, which is one text. Long texts are cut into windows. A killed build leaves
     OUTPUT.partial, from which --resume goes on. --calibrate chooses η, S and the gradient on a
-    sample of REFERENCE, builds with them, and goes on as `knn-moe calibrate` does. --append builds
-    as that memory was built, and writes its cases and the new ones as one memory.
+    sample of REFERENCE, builds with them, and goes on as `knn-moe calibrate` does, with --head as
+    there. --append builds as that memory was built, and writes its cases and the new ones as one
+    memory.
     """
     from knn_moe.handle import check_belongs
     from knn_moe.reference import iter_examples
@@ -84,6 +87,8 @@ def command(
 
     if calibrate:
         _refuse_with_calibrate(append, settings)
+    elif head:
+        raise ConfigError("--head is chosen by data: ask for it with --calibrate.")
     earlier = None if append is None else _open(append)
     config = _settings(settings, earlier)
     refuse_existing(output, overwrite=overwrite)
@@ -97,7 +102,7 @@ def command(
     examples = iter_examples(reference)
     found = None
     if calibrate:
-        memory, found = _build_calibrated(network, tokenizer, examples, config, target)
+        memory, found = _build_calibrated(network, tokenizer, examples, config, target, head=head)
     else:
         memory = _build(network, tokenizer, examples, config, target)
     if earlier is not None:
@@ -134,9 +139,15 @@ def _build(
 
 
 def _build_calibrated(
-    model: Any, tokenizer: Any, examples: Iterable[Example], config: BuildConfig, folder: Path
+    model: Any,
+    tokenizer: Any,
+    examples: Iterable[Example],
+    config: BuildConfig,
+    folder: Path,
+    *,
+    head: bool,
 ) -> tuple[RoutingMemory, Calibration]:
-    from knn_moe.calibration import build_calibrated
+    from knn_moe.calibration import CalibrationConfig, build_calibrated
 
     with progress_bar("Building") as update:
         return build_calibrated(
@@ -144,6 +155,7 @@ def _build_calibrated(
             tokenizer,
             examples,
             config,
+            CalibrationConfig(head=head),
             folder=folder,
             on_progress=lambda what, done, total: update(done, total, what),
         )

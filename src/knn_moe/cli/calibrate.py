@@ -24,6 +24,7 @@ _SHOWN: Final = 3  # of the ways to find better logits
 
 if TYPE_CHECKING:
     from knn_moe.calibration import Calibration, CalibrationConfig
+    from knn_moe.calibration.head import HeadFound
 
 
 @click.command(name="calibrate")
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 @click.option("-k", "--neighbours", type=int, multiple=True, help="K to choose among; repeatable.")
 @click.option("--value-rate", type=float, multiple=True, help="To learn values at; repeatable.")
 @click.option("--keep-values", is_flag=True, help="Fit how cases are used, not what they say.")
+@click.option("--head", is_flag=True, help="Also tell the next token, by what followed the cases.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be chosen.")
 @click.option("--force", is_flag=True, help="Calibrate a memory that was built for another model.")
 @device_option
@@ -45,6 +47,7 @@ def command(
     neighbours: tuple[int, ...],
     value_rate: tuple[float, ...],
     keep_values: bool,
+    head: bool,
     dry_run: bool,
     force: bool,
     device: str | None,
@@ -61,13 +64,14 @@ def command(
     Reads the reference set MEMORY was built from, or REFERENCE, a file like it: some examples to
     fit each layer's kernels and the cases' values on, others to choose by, and others again to
     judge the result by. An example recalls others only, never itself. A memory that does not help
-    there, beyond chance, is told to keep silent.
+    there, beyond chance, is told to keep silent. With --head the memory also tells the next token,
+    as kNN-LM does, where that helps beyond the routing.
     """
     from knn_moe.calibration import calibrate, write_calibrated
     from knn_moe.memory import RoutingMemory
     from knn_moe.reference import iter_examples
 
-    config = _settings(neighbours, value_rate, keep_values=keep_values)
+    config = _settings(neighbours, value_rate, keep_values=keep_values, head=head)
     examples = None if reference is None else list(iter_examples(reference))
     if not dry_run:
         _require_folder(memory)
@@ -93,7 +97,7 @@ def command(
 
 
 def _settings(
-    neighbours: tuple[int, ...], value_rate: tuple[float, ...], *, keep_values: bool
+    neighbours: tuple[int, ...], value_rate: tuple[float, ...], *, keep_values: bool, head: bool
 ) -> CalibrationConfig:
     from knn_moe.calibration import CalibrationConfig
 
@@ -103,7 +107,7 @@ def _settings(
         )
     asked: dict[str, Any] = {"neighbours": neighbours, "value_rates": value_rate}
     given = {name: choices for name, choices in asked.items() if choices}
-    return CalibrationConfig(**given | ({"value_rates": ()} if keep_values else {}))
+    return CalibrationConfig(head=head, **given | ({"value_rates": ()} if keep_values else {}))
 
 
 def _require_folder(memory: Path) -> None:
@@ -159,5 +163,16 @@ def show_calibration(found: Calibration) -> None:
         f"{judged.loss:.4f} nats a token, {change.difference:+.4f} "
         f"({change.low:+.4f} to {change.high:+.4f})."
     )
+    if found.head:
+        _show_head(found.head)
     if not found.helps:
         log.print("No better than the model alone, beyond chance: the memory will keep silent.")
+
+
+def _show_head(head: HeadFound) -> None:
+    config, change, added = head.config, head.change, head.added
+    log.print(
+        f"Head: {config.k} cases, weight {config.weight:g}, γ × {config.gamma_scale:g}: "
+        f"{added.difference:+.4f} more ({added.low:+.4f} to {added.high:+.4f}), "
+        f"{change.difference:+.4f} in all{'' if head.helps else ': left out, no better'}."
+    )

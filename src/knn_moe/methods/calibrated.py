@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from knn_moe.calibration import build_calibrated
+from knn_moe.calibration import CalibrationConfig, build_calibrated
 from knn_moe.memory import RoutingMemory
 from knn_moe.methods.knn_lm import Together, prepare_knn_lm
 from knn_moe.methods.knn_moe import KnnMoe
@@ -25,8 +25,13 @@ class Calibrated(KnnMoe):
 
 def prepare_calibrated(setting: Setting) -> Calibrated:
     """Always a memory of the reference set; of a setting's preset nothing is left."""
-    memory = setting.made("memory-calibrated", lambda: _build(setting))
-    return Calibrated(memory)
+    memory = _memory(setting)
+    return Calibrated(memory, replace(memory.routing, head=None))
+
+
+def prepare_head(setting: Setting) -> Calibrated:
+    """The same memory, which also tells the next token, where that was found to help."""
+    return Calibrated(_memory(setting), name="knn-calibrated+head")
 
 
 def prepare_calibrated_both(setting: Setting) -> Together:
@@ -35,12 +40,18 @@ def prepare_calibrated_both(setting: Setting) -> Together:
     return Together(parts, "knn-calibrated+knn-lm")
 
 
+def _memory(setting: Setting) -> RoutingMemory:
+    """One for all methods that want it. Choosing a head as well takes next to no time."""
+    return setting.made("memory-calibrated", lambda: _build(setting))
+
+
 def _build(setting: Setting) -> RoutingMemory:
     memory, _ = build_calibrated(
         setting.model,
         setting.tokenizer,
         setting.examples,
         setting.build_config(),
+        CalibrationConfig(head=True),
         on_progress=lambda what, done, total: setting.on_progress(done, total, what),
     )
     return memory

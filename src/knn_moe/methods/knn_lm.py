@@ -32,13 +32,13 @@ from knn_moe.intercept import forget_compiled_graphs
 from knn_moe.methods.knn_moe import prepare_knn
 from knn_moe.methods.method import Method
 from knn_moe.methods.setting import Setting
+from knn_moe.next_token import WEIGHTS, mix_next, mixed_likelihoods
 from knn_moe.optimise import TokenBatch, frozen
 from knn_moe.recall import rows_of
 from knn_moe.routers import input_device, unwrap
 
 _HELD_OUT: Final = 0.15  # of the examples, to choose by
 _KS: Final = (16, 64, 256)
-_WEIGHTS: Final = tuple(tenth / 10 for tenth in range(10))  # 0: nothing in the reference helps
 _WIDTHS: Final = (0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 1.0)  # T, of the mean nearest squared distance
 _NUMBERS: Final = 1 << 26  # that a search or a mixture holds at a time
 
@@ -234,20 +234,9 @@ def _tried(
     """The mean loss of the tokens asked for by each λ, with that λ, K and T."""
     distance, tokens = (part[:, :k] for part in found)
     right = tokens == asked.values[:, None]
-    share = (weights_of(distance, width) * right).sum(dim=-1)
-    for tried in _WEIGHTS if weight is None else (weight,):
-        mixed = torch.logaddexp(_log_rest(distance, tried) + asked.own, (tried * share).log())
+    weights = WEIGHTS if weight is None else (weight,)
+    for tried, mixed in mixed_likelihoods(asked.own, distance, right, width, weights):
         yield -float(mixed.double().mean()), k, tried, width
-
-
-def weights_of(distance: Tensor, temperature: float) -> Tensor:
-    """exp(-d²/T), each row summing to 1, or all 0 if nothing was found. Shapes: [T, K] → [T, K]."""
-    return torch.softmax(-distance / temperature, dim=-1).nan_to_num(0.0)
-
-
-def _log_rest(distance: Tensor, weight: float) -> Tensor:
-    """log(1 - λ), what the model keeps; all, where no neighbour was found. Shapes: [T, K] → [T]."""
-    return torch.where(distance[:, 0].isfinite(), math.log1p(-weight), 0.0)
 
 
 class KnnLmHead:
@@ -276,11 +265,7 @@ class KnnLmHead:
         where = self.neighbours.values.device
         distance, tokens = self.neighbours.nearest(queries.to(where), self.k)
         distance, tokens = distance.to(logits.device), tokens.to(logits.device)
-        mass, tokens = summed(weights_of(distance, self.temperature), tokens)
-        result = F.log_softmax(logits.float(), dim=-1)
-        result += _log_rest(distance, self.weight)[:, None]
-        told = torch.logaddexp(result.gather(1, tokens), (self.weight * mass).log())
-        return result.scatter_(1, tokens, told)
+        return mix_next(logits, distance, tokens, self.weight, self.temperature)
 
     @contextmanager
     def on(self, model: nn.Module) -> Iterator[None]:
@@ -303,19 +288,6 @@ class KnnLmHead:
         finally:
             handle.remove()
             hidden.handle.remove()
-
-
-def summed(weights: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Σ of the weights of each token, told at every place where it stands, and the tokens in
-    order. In fp64, where the order of additions, which a GPU leaves open, is not seen in fp32.
-
-    Shapes: weights, tokens [T, K] → [T, K] fp32, [T, K] int64.
-    """
-    tokens, order = tokens.sort(dim=-1)
-    run = F.pad((tokens.diff(dim=-1) != 0).cumsum(dim=-1), (1, 0))
-    total = torch.zeros_like(weights, dtype=torch.float64)
-    total.scatter_add_(1, run, weights.double().gather(1, order))
-    return total.gather(1, run).float(), tokens
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,7 @@ METHODS: Final = {
     "knn-calibrated+knn-lm": Entry(
         "kNN-MoE (calibrated) + kNN-LM", "calibrated:prepare_calibrated_both"
     ),
+    "knn-calibrated+head": Entry("kNN-MoE (calibrated) with its head", "calibrated:prepare_head"),
     "router-bias": Entry("Router bias on the fly", "router_bias:prepare_router_bias", NOTHING),
 }
 
