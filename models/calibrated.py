@@ -32,6 +32,7 @@ METHODS = (
     "knn-paper",
     "knn",
     "knn-calibrated",
+    "knn-calibrated+head",
     "sft-router",
     "knn-lm",
     "knn-calibrated+knn-lm",

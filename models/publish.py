@@ -2,8 +2,9 @@
 
     python models/publish.py
 
-Reads `docs/measurements/*.json` (from `measure.py`) and each model's `training.json`; writes a
-card beside each embedded model, the table between two marks in the README, and `docs/growth.svg`.
+Reads `docs/measurements/*.json` (from `measure.py`), `docs/measurements/calibrated` (from
+`calibrated.py`) and each model's `training.json`; writes a card beside each embedded model, tables
+between two marks in the README and in docs/results.md, and `docs/growth.svg`.
 Running it again changes nothing: a test holds the committed files to it.
 """
 
@@ -24,6 +25,19 @@ WAYS = {
     "paper": "kNN-MoE, paper",
     "strong": "kNN-MoE, strong",
     "control": "strong, values shuffled",
+}
+TEXTS = {"text_medical": "medical", "text_sql": "sql"}
+QUESTIONS = "medmcqa"
+METHODS = {
+    "zero-shot": "zero-shot",
+    "knn-paper": "kNN-MoE, paper",
+    "knn": "kNN-MoE, strong",
+    "knn-calibrated": "**kNN-MoE, calibrated**",
+    "sft-router": "SFT of the routers",
+    "sft": "SFT (LoRA on everything)",
+    "knn-lm": "kNN-LM",
+    "knn-calibrated+head": "calibrated, with its head",
+    "knn-calibrated+knn-lm": "calibrated + kNN-LM",
 }
 MARKS = "<!-- measurements: models/publish.py -->", "<!-- /measurements -->"
 
@@ -50,6 +64,8 @@ def main() -> None:
         write(Path(embedded_model(name)) / "README.md", model_card(name))
     readme = ROOT / "README.md"
     write(readme, replace_between(readme.read_text(encoding="utf8"), readme_table()))
+    results = ROOT / "docs" / "results.md"
+    write(results, replace_between(results.read_text(encoding="utf8"), results_table()))
     plot_growth(ROOT / "docs" / "growth.svg")
 
 
@@ -76,17 +92,46 @@ def replace_between(text: str, table: str) -> str:
 
 
 def readme_table() -> str:
-    """Change in nats per token, all models and domains."""
+    """Change in nats per token by every method, all models and texts."""
     models = [*EMBEDDED_MODELS, LARGE]
     lines = [
         "| text | " + " | ".join(["way", *models]) + " |",
         "|---|---|" + "---|" * len(models),
     ]
-    for domain in ("medical", "sql"):
-        for way, words in WAYS.items():
-            cells = [change_cell(row_of(measured(model), domain, way)) for model in models]
-            lines.append(f"| {domain} | {words} | " + " | ".join(cells) + " |")
+    for task, words in TEXTS.items():
+        for method, title in METHODS.items():
+            cells = [method_cell(model, task, method) for model in models]
+            lines.append(f"| {words} | {title} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def results_table() -> str:
+    """The same for every task, with the seconds each method took to prepare."""
+    models = [*EMBEDDED_MODELS, LARGE]
+    lines = [
+        "| task | " + " | ".join(["way", *models]) + " |",
+        "|---|---|" + "---|" * len(models),
+    ]
+    for task in (*TEXTS, QUESTIONS):
+        for method, title in METHODS.items():
+            cells = [method_cell(model, task, method, seconds=True) for model in models]
+            lines.append(f"| {task} | {title} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def method_cell(model: str, task: str, method: str, *, seconds: bool = False) -> str:
+    """The loss of zero-shot; of the others the change and half its interval, if measured."""
+    path = MEASUREMENTS / "calibrated" / f"{model}-{task}.json"
+    rows = json.loads(path.read_text(encoding="utf8"))["rows"] if path.is_file() else []
+    row = next((row for row in rows if row["method"] == method), None)
+    if row is None:
+        return "-"
+    loss, change = ("nll", "nll_change") if task in TEXTS else ("answer_loss", "answer_change")
+    if row[change] is None:
+        return f"{row[loss]:.3f}"
+    found = row[change]
+    told = f"{found['difference']:+.3f} ± {(found['high'] - found['low']) / 2:.3f}"
+    return f"{told}, {row['preparation_seconds']:.0f} s" if seconds else told
 
 
 def row_of(found: dict[str, Any], domain: str, way: str) -> dict[str, Any]:

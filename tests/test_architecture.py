@@ -27,9 +27,9 @@ ORDER = """
     controls harness
     labelling.agreement labelling.config labelling.prompts labelling.answers labelling.endpoint
     labelling.label labelling
-    calibration.settings calibration.slices calibration.kernels calibration.fit calibration.values
-    calibration.judge calibration.head calibration.result calibration.targets calibration.trials
-    calibration.choose calibration.build calibration
+    calibration.settings calibration.clock calibration.slices calibration.kernels calibration.fit
+    calibration.values calibration.judge calibration.head calibration.result calibration.targets
+    calibration.trials calibration.choose calibration.build calibration
     pruning.recalled pruning.by_loss pruning.by_values pruning
     tasks.task tasks.prompts tasks.parsing tasks.sandbox_child tasks.sandbox tasks.rows
     tasks.kinds tasks.catalogue tasks.package tasks.data tasks.registry tasks
@@ -122,6 +122,7 @@ def test_public_names_are_those_meant() -> None:
     assert knn_moe.__all__ == [
         "BuildConfig",
         "Example",
+        "HeadConfig",
         "IndexConfig",
         "LabelConfig",
         "RoutingConfig",

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from calibrated import QUICK, cases_of, found, memory, model, sayings, study  # noqa: F401
-from conftest import BUILD
+from conftest import BUILD, family
 from knn_moe import (
     RoutingConfig,
     RoutingMemory,
@@ -22,11 +23,13 @@ from knn_moe import (
     find_routers,
 )
 from knn_moe.calibration import Calibration, build_calibrated
+from knn_moe.calibration.fit import Studied, find_neighbours
 from knn_moe.calibration.judge import Baseline, judge
 from knn_moe.calibration.kernels import DivergedError
 from knn_moe.calibration.result import Candidate
 from knn_moe.calibration.slices import Slice, own_reference, split
-from knn_moe.calibration.targets import TRUSTS, choose_targets, ranked
+from knn_moe.calibration.targets import RATES, TRUSTS, choose_targets, ranked
+from knn_moe.calibration.trials import Workbench
 from knn_moe.calibration.values import learn_values
 from knn_moe.cli.main import main
 from knn_moe.config import PRESETS
@@ -44,7 +47,9 @@ def test_targets_are_worth_what_a_memory_of_them_is(
     readings = list(Slice(own_reference(memory), [*range(len(owner))], owner).readings(1024))
     tried = choose_targets(model, find_routers(model), readings, BUILD)
     assert [way.loss for way in tried[1:]] == sorted(way.loss for way in tried[1:])
-    assert len({(way.gradient, way.learning_rate, way.steps) for way in tried}) == 2 * 3 * 2
+    ways = {(way.gradient, way.learning_rate, way.steps) for way in tried}
+    rates = [("dense", rate) for rate in RATES] + [("sparse", 1.0)]
+    assert ways == {(*way, steps) for way in rates for steps in (1, 5)}
     for way in (min(tried, key=lambda way: way.loss), tried[-1]):
         built = build_memory(model, tokenizer, sayings(40), way.of(BUILD))
         gammas = {layer: one.gamma for layer, one in built.full_layers().items()}
@@ -55,6 +60,18 @@ def test_targets_are_worth_what_a_memory_of_them_is(
         judged = [judge(model, cases, alone, routing) for routing in ways]
         assert way.loss == pytest.approx(min(one.loss for one in judged), abs=0.1)
     assert tried[0].loss < judged[0].alone
+
+
+def test_where_not_all_experts_can_be_asked_the_others_are_tried_at_every_rate(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    model = family("llama4_text")
+    memory = build_memory(model, tokenizer, sayings(24), BUILD)
+    owner = owners(memory.provenance)
+    readings = list(Slice(own_reference(memory), [*range(24)], owner).readings(256))
+    tried = choose_targets(model, find_routers(model), readings, BUILD)
+    ways = {(way.gradient, way.learning_rate, way.steps) for way in tried}
+    assert ways == {("sparse", rate, steps) for rate in RATES for steps in (1, 5)}
 
 
 @pytest.mark.parametrize(
@@ -90,6 +107,37 @@ def test_targets_are_chosen_without_those_who_judge(
     for part in (parts.choosing, parts.judging):
         assert not seen & set(part.owner[part.windows].tolist())
     assert seen <= set(parts.fitting.owner[parts.fitting.windows].tolist())
+
+
+def test_values_learn_from_all_examples_in_the_end(
+    model: PreTrainedModel, memory: RoutingMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From those that are fitted, to be judged; then from all of them, what is recalled for each
+    being what a search of all would find."""
+    seen: list[Studied] = []
+
+    def watched(model: Any, cases: Any, studied: Studied, *args: Any) -> Any:
+        seen.append(studied)
+        return learn_values(model, cases, studied, *args)
+
+    monkeypatch.setattr("knn_moe.calibration.trials.learn_values", watched)
+    bench = Workbench(model, memory, own_reference(memory), QUICK, lambda *done: None)
+    fitted = bench.fit_kernels(4)
+    assert fitted is not None
+    taught = bench.learn_values(fitted, 0.3)
+    assert taught is not None
+    whole = bench.learn_from_all(taught)
+    assert not torch.equal(whole.cases[0].values, taught.cases[0].values)
+    parts = bench.parts
+    first, last = (
+        sorted(example for reading in part.readings for example in reading.example.tolist())
+        for part in (seen[0], seen[-1])
+    )
+    assert first == sorted(parts.fitting.owner[parts.fitting.windows].tolist())
+    assert last == sorted(parts.fitting.owner.tolist())
+    anew = find_neighbours(model, cases_of(model, memory), seen[-1].readings, 4)
+    for one, other in zip(seen[-1].neighbours, anew.neighbours, strict=True):
+        assert all(torch.equal(*rows) for rows in zip(one.rows, other.rows, strict=True))
 
 
 def test_what_leads_nowhere_is_left_out(

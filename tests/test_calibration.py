@@ -123,13 +123,13 @@ def test_twins_are_one_example(model: PreTrainedModel, tokenizer: PreTrainedToke
     twice = build_memory(model, tokenizer, [*texts, *texts], BUILD)
     assert len(owners(twice.provenance).unique()) == len(set(texts))
     parts = split(own_reference(twice), QUICK)
-    fitting, choosing, judging, everything = (
+    fitting, choosing, judging, held_out = (
         set(part.owner[part.windows].tolist()) for part in parts
     )
     assert not fitting & (choosing | judging)
     assert not choosing & judging
-    assert everything == fitting | choosing | judging
-    assert len(parts.everything.windows) == 2 * len(texts)
+    assert held_out == choosing | judging
+    assert len(parts.held_out.windows) + len(parts.fitting.windows) == 2 * len(texts)
     assert sum(len(part.windows) for part in parts[:3]) == 2 * len(texts)
 
 

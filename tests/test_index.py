@@ -133,6 +133,20 @@ def test_an_index_is_no_part_of_a_state_dict() -> None:
     assert not ExactIndex(torch.randn(4, 2)).state_dict()
 
 
+def test_two_bf16_numbers_are_nearly_one_of_fp32() -> None:
+    """What a GPU multiplies (many_products); the same arithmetic here. One coordinate is large."""
+    draw = torch.Generator().manual_seed(0)
+    x, keys = (torch.randn(rows, 96, generator=draw) for rows in (40, 300))
+    x[:, 3], keys[:, 3] = 50.0, 40.0
+    parts = others.in_halves(x, keys)
+    assert all(part.dtype == torch.bfloat16 for part in parts)
+    true = x.double() @ keys.double().T
+    found = (parts[0].double() @ parts[1].double().T - true).abs().max()
+    rough = (x.bfloat16().double() @ keys.bfloat16().double().T - true).abs().max()
+    assert found < 0.02
+    assert rough > 50 * found
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_nearest_others_pass_over_their_own(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

@@ -12,6 +12,7 @@ from torch import nn
 from knn_moe.batches import ReferenceTokens
 from knn_moe.build import BuildProgress, build_memory, fitting, reference_tokens
 from knn_moe.calibration.choose import calibrate
+from knn_moe.calibration.clock import Clock
 from knn_moe.calibration.result import Calibration, write_calibrated
 from knn_moe.calibration.settings import CalibrationConfig
 from knn_moe.calibration.slices import Reading, split
@@ -55,7 +56,12 @@ def build_calibrated(
     reference = reference_tokens(model, tokenizer, listed, config)
     readings = _sample(reference, config, calibration)
     forget_compiled_graphs()
-    with fitting(config, tuple(readings[0].batch.ids.shape)), fast_experts(model):
+    clock = Clock()
+    with (
+        clock.on("ways to better logits"),
+        fitting(config, tuple(readings[0].batch.ids.shape)),
+        fast_experts(model),
+    ):
         tried = choose_targets(
             model,
             find_routers(model),
@@ -71,9 +77,12 @@ def build_calibrated(
         on_progress("building", progress.tokens, progress.total_tokens)
 
     chosen = tried[0].of(config)
-    memory = build_memory(model, tokenizer, listed, chosen, folder=folder, on_progress=show)
+    with clock.on("built"):
+        memory = build_memory(model, tokenizer, listed, chosen, folder=folder, on_progress=show)
     found = calibrate(model, memory, config=calibration, on_progress=on_progress)
-    found = replace(found, targets=tuple(tried))
+    found = replace(
+        found, targets=tuple(tried), seconds_by_part={**clock.seconds, **found.seconds_by_part}
+    )
     calibrated = found.apply(memory)
     return write_calibrated(calibrated, Path(folder)) if folder else calibrated, found
 

@@ -81,6 +81,7 @@ def calibrate(
         learned=last.taught is not None,
         head=head,
         seconds=time.monotonic() - started,
+        seconds_by_part=bench.clock.seconds,
     )
 
 

@@ -89,6 +89,14 @@ class Studied(NamedTuple):
     readings: Sequence[Reading]
     neighbours: Sequence[Neighbours]
 
+    def and_then(self, more: Studied) -> Studied:
+        """Both, without looking anything up again."""
+        both = [
+            Neighbours([*one.rows, *other.rows], [*one.distances, *other.distances])
+            for one, other in zip(self.neighbours, more.neighbours, strict=True)
+        ]
+        return Studied([*self.readings, *more.readings], both)
+
 
 class _Search:
     """Looks up each token's neighbours while the model reads, and changes nothing."""

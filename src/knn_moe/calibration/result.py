@@ -64,6 +64,7 @@ class Calibration:
     stretch: Mapping[int, float]  # by layer: how much is made of what the build changed
     learned: bool  # whether values learned from those who recall them
     seconds: float
+    seconds_by_part: Mapping[str, float]
     head: HeadFound | None = None  # the likeliest, where one was asked for; used if it helps
     targets: tuple[Candidate, ...] = ()  # the one taken first, where the build chose among some
 
@@ -88,6 +89,7 @@ class Calibration:
             "head": asdict(self.head) if self.head else None,
             "targets": [asdict(target) for target in self.targets],
             "seconds": round(self.seconds, 1),
+            "seconds_by_part": {what: round(s, 2) for what, s in self.seconds_by_part.items()},
         }
 
     def apply(self, memory: RoutingMemory) -> RoutingMemory:

@@ -70,12 +70,12 @@ class Slice:
 
 
 class Parts(NamedTuple):
-    """Three slices that have no example in common, and all of them together."""
+    """Three slices that have no example in common; and what is not fitted, to learn from last."""
 
     fitting: Slice
     choosing: Slice
     judging: Slice
-    everything: Slice
+    held_out: Slice
 
 
 def split(reference: ReferenceTokens, config: CalibrationConfig) -> Parts:
@@ -99,7 +99,7 @@ def split(reference: ReferenceTokens, config: CalibrationConfig) -> Parts:
         _draw(reference, owner, ~(chosen | judged), config.fit_tokens, chance),
         _draw(reference, owner, chosen, config.judge_tokens, chance),
         _draw(reference, owner, judged, config.judge_tokens, chance),
-        _draw(reference, owner, torch.ones_like(judged), config.fit_tokens, chance),
+        _draw(reference, owner, chosen | judged, config.fit_tokens, chance),
     )
 
 

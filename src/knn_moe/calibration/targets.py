@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
 from typing import Final, NamedTuple
 
 import torch
@@ -22,12 +21,13 @@ from knn_moe.calibration.fit import Cases, Neighbours, Studied, mixing, recalled
 from knn_moe.calibration.kernels import Kernels
 from knn_moe.calibration.result import Candidate
 from knn_moe.calibration.slices import Reading
-from knn_moe.config import GRADIENTS, PRESETS, BuildConfig, RoutingConfig
+from knn_moe.config import PRESETS, BuildConfig, RoutingConfig
 from knn_moe.errors import CalibrationError, UnsupportedModelError
 from knn_moe.optimise import LayerCases, frozen, optimise_routing
 from knn_moe.routers import Router, input_device
 
 RATES: Final = (0.1, 1.0, 5.0)  # and what lies between by stretching (kernels.py)
+SPARSE_RATE: Final = 1.0  # where there are dense ones too
 STEPS: Final = (1, 5)
 TRUSTS: Final = (0.25, 1.0)
 _NO: Final = math.inf
@@ -114,10 +114,13 @@ def _try_all(
     base: BuildConfig,
     sample: _Sample,
 ) -> None:
-    """All paths of one batch."""
+    """All paths of one batch: dense ones of every rate, and a sparse one, which may be stretched as
+    the dense are. Of a family whose experts cannot all be asked, sparse ones of every rate."""
     batch = reading.batch.to(input_device(model))
+    ways = [("dense", rate) for rate in RATES] + [("sparse", SPARSE_RATE)]
     first = True
-    for gradient, rate in product(GRADIENTS, RATES):
+    while ways:
+        gradient, rate = ways.pop(0)
 
         def keep(
             step: int, cases: dict[int, LayerCases], gradient: str = gradient, rate: float = rate
@@ -131,7 +134,8 @@ def _try_all(
         except UnsupportedModelError:
             if gradient == "sparse":
                 raise
-            return  # a family whose experts cannot all be asked
+            ways = [("sparse", rate) for rate in RATES]
+            continue
         if first:
             sample.keep_inputs(cases)
             first = False

@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 from torch import Tensor, nn
 
 from knn_moe.batches import ReferenceTokens
+from knn_moe.calibration.clock import Clock
 from knn_moe.calibration.fit import Cases, Studied, find_neighbours, fit_kernels
 from knn_moe.calibration.head import HeadFound, choose_head
 from knn_moe.calibration.judge import Baseline, Judgement, judge
@@ -93,12 +94,14 @@ class Workbench:
         self.counts = _counts(memory, config)
         self.cases: Sequence[Cases] = _cases(model, memory)
         readings = self._readings(self.parts.fitting)
-        whole = len(self._readings(self.parts.everything))
+        whole = len(readings) + len(self._readings(self.parts.held_out))
         passes = len(config.value_rates) * len(readings) + bool(config.value_rates) * whole
         self.steps = min(config.steps, _KERNEL_PASSES * len(readings))
         total = self.steps + (len(self.counts) - 1) * self._fewer + config.passes * passes
         self.progress = _Progress(on_progress, total)
-        self.studied = find_neighbours(model, self.cases, readings, self.counts[-1])
+        self.clock = Clock()
+        with self.clock.on("neighbours looked up"):
+            self.studied = find_neighbours(model, self.cases, readings, self.counts[-1])
         self.choosing = Baseline.of(model, self._lines(self.parts.choosing))
 
     def usual(self) -> Trial | None:
@@ -124,9 +127,10 @@ class Workbench:
         if changing:
             cases = [each.stretchable() for each in cases]
         try:
-            kernels, fitted = fit_kernels(
-                self.model, cases, self.studied, routing, steps, self.progress.on(name)
-            )
+            with self.clock.on(name):
+                kernels, fitted = fit_kernels(
+                    self.model, cases, self.studied, routing, steps, self.progress.on(name)
+                )
         except DivergedError:
             return None
         trial = self._trial(name, replace(routing, kernels=kernels), fitted)
@@ -148,10 +152,11 @@ class Workbench:
         """Values, where they are learned, from the examples to choose and to judge by as well."""
         if trial.taught is None:
             return trial
-        for found in self.studied.neighbours:
-            found.rows.clear()  # as much room as the new ones take
-        readings = self._readings(self.parts.everything)
-        studied = find_neighbours(self.model, self.cases, readings, trial.routing.k)
+        with self.clock.on("neighbours looked up"):
+            more = find_neighbours(
+                self.model, self.cases, self._readings(self.parts.held_out), self.counts[-1]
+            )
+        studied = self.studied.and_then(more)
         name = "values, from all examples"
         learned = self._learned(studied, trial.routing, trial.taught, name)
         if learned is None:  # what was judged is there still
@@ -163,9 +168,10 @@ class Workbench:
     ) -> tuple[RoutingConfig, list[Cases]] | None:
         how = Learning(self.config.passes, taught.rate, self.memory.build.gradient)
         try:
-            kernels, cases = learn_values(
-                self.model, taught.cases, studied, start, how, self.progress.on(name)
-            )
+            with self.clock.on(name):
+                kernels, cases = learn_values(
+                    self.model, taught.cases, studied, start, how, self.progress.on(name)
+                )
         except DivergedError:
             return None
         return replace(start, kernels=kernels), cases
@@ -176,13 +182,15 @@ class Workbench:
         return Baseline.of(self.model, self._lines(self.parts.judging))
 
     def judge(self, trial: Trial) -> Judgement:
-        return judge(self.model, trial.cases, self.judging, trial.routing)
+        with self.clock.on("judged"):
+            return judge(self.model, trial.cases, self.judging, trial.routing)
 
     def choose_head(self, trial: Trial) -> HeadFound | None:
         """For a model with its memory used so; None: nothing that followed is any help."""
         parts = self.choosing, self.judging
         following = self.memory.provenance.following
-        return choose_head(self.model, trial.cases, following, trial.routing, parts)
+        with self.clock.on("head"):
+            return choose_head(self.model, trial.cases, following, trial.routing, parts)
 
     def distances(self, k: int) -> dict[int, Distances]:
         """To the nearest, and to the last of K cases."""
@@ -194,14 +202,16 @@ class Workbench:
 
     def _trial(self, name: str, routing: RoutingConfig, cases: Sequence[Cases]) -> Trial | None:
         try:
-            judged = judge(self.model, cases, self.choosing, routing)
+            with self.clock.on("judged"):
+                judged = judge(self.model, cases, self.choosing, routing)
         except DivergedError:
             return None
         return Trial(name, routing, cases, judged)
 
     def _readings(self, part: Slice) -> list[Reading]:
-        """For a backward pass each; small enough for some steps in a pass."""
-        tokens = int(part.reference.lengths[part.windows].sum())
+        """For a backward pass each; small enough for some steps in a pass of what is fitted."""
+        fitted = self.parts.fitting
+        tokens = int(fitted.reference.lengths[fitted.windows].sum())
         most = min(self.config.step_tokens, self.memory.build.batch_tokens)
         return list(part.readings(min(most, max(tokens // _STEPS_A_PASS, _LEAST_TOKENS))))
 

@@ -165,6 +165,8 @@ def show_calibration(found: Calibration) -> None:
     )
     if found.head:
         _show_head(found.head)
+    parts = ", ".join(f"{what} {seconds:.0f}" for what, seconds in found.seconds_by_part.items())
+    log.print(f"Seconds: {parts}.")
     if not found.helps:
         log.print("No better than the model alone, beyond chance: the memory will keep silent.")
 
