@@ -81,14 +81,10 @@ def command(
     there. --append builds as that memory was built, and writes its cases and the new ones as one
     memory.
     """
-    from knn_moe.handle import check_belongs
     from knn_moe.reference import iter_examples
     from knn_moe.storage import publish, refuse_existing
 
-    if calibrate:
-        _refuse_with_calibrate(append, settings)
-    elif head:
-        raise ConfigError("--head is chosen by data: ask for it with --calibrate.")
+    _check_asked(append, settings, calibrate=calibrate, head=head)
     earlier = None if append is None else _open(append)
     config = _settings(settings, earlier)
     refuse_existing(output, overwrite=overwrite)
@@ -97,8 +93,7 @@ def command(
         pass
     network, tokenizer = load_model(model, device, dtype)
     if earlier is not None:
-        check_belongs(network, earlier)  # told before the work
-        _check_dtype(network, earlier)
+        _check_appendable(network, earlier)  # told before the work
     examples = iter_examples(reference)
     found = None
     if calibrate:
@@ -161,7 +156,14 @@ def _build_calibrated(
         )
 
 
-def _refuse_with_calibrate(append: Path | None, settings: dict[str, Any]) -> None:
+def _check_asked(
+    append: Path | None, settings: dict[str, Any], *, calibrate: bool, head: bool
+) -> None:
+    """Refuse what does not go with, or without, --calibrate."""
+    if not calibrate:
+        if head:
+            raise ConfigError("--head is chosen by data: ask for it with --calibrate.")
+        return
     if append is not None:
         raise ConfigError(
             "--append and --calibrate do not go together: append first, then calibrate the whole."
@@ -189,7 +191,11 @@ def _open(folder: Path) -> RoutingMemory:
     return memory
 
 
-def _check_dtype(model: Any, memory: RoutingMemory) -> None:
+def _check_appendable(model: Any, memory: RoutingMemory) -> None:
+    """Of this model, and of its precision."""
+    from knn_moe.handle import check_belongs
+
+    check_belongs(model, memory)
     has = next(iter(memory.layers.values())).shape.dtype
     if model.dtype != has:
         raise ConfigError(
