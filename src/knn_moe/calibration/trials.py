@@ -220,7 +220,8 @@ def _cases(model: nn.Module, memory: RoutingMemory) -> list[Cases]:
     everywhere = RoutingConfig(layers=memory.routing.layers)
     routers = routers_for(model, memory, everywhere, force=True)
     owner = owners(memory.provenance)[memory.provenance.window]
-    return [Cases.of(router, layers[router.layer], owner) for router in routers]
+    domain = memory.provenance.domain
+    return [Cases.of(router, layers[router.layer], owner, domain) for router in routers]
 
 
 class _Progress:
