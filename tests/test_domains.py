@@ -22,6 +22,7 @@ from knn_moe.calibration.judge import Recall
 from knn_moe.calibration.kernels import Kernels
 from knn_moe.controls import control
 from knn_moe.hooks import RouterCall
+from knn_moe.index import FastIndex
 from knn_moe.mixing import mix_logits
 from knn_moe.pruning.recalled import Layer
 from knn_moe.recall import Kernel, LayerRecall, layer_gammas, scaled
@@ -164,6 +165,21 @@ def test_indexes_and_compressed_memories_agree_with_the_exact_search(
         assert off(run(model, ids)[1], exact, own) > 0.3
 
 
+def test_an_index_that_reorders_cases_knows_their_domains(
+    model: PreTrainedModel, merged: RoutingMemory, ids: Tensor
+) -> None:
+    call = calls_of(model, merged, replace(USE, index=KINDS["fast, reranked"][0]), ids)[0]
+    keys, domain = merged.full_layers()[0].keys.double(), merged.provenance.domain
+    index = call.recall.index
+    assert isinstance(index, FastIndex)
+    assert not torch.equal(domain[index.rows.long()], domain)
+    found, rows = call.recall.nearest(call.inputs)
+    squared = (call.inputs.double()[:, None] - keys[rows]).square().sum(dim=-1)
+    gammas = torch.tensor(merged.layers[0].gammas).double()[domain[rows]]
+    expected = gammas * squared / merged.layers[0].gamma
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_an_index_is_measured_by_each_domains_kernel(merged: RoutingMemory, tmp_path: Path) -> None:
     quality = compress(merged, FAST, tmp_path / "small").layers[0].quality
     assert quality.confidence_error > 0
@@ -257,6 +273,15 @@ def test_calibration_and_pruning_recall_as_routing_does(
         mix = Mix(cases, Kernels({0: cases.gamma}, CPU, [config.kernel(0)]), config.k)
         mix.rows = found.rows
         torch.testing.assert_close(mix(inputs, own), call.mixed, rtol=1e-4, atol=1e-4)
+
+
+def test_what_a_case_is_worth_depends_on_its_domains_kernel(
+    model: PreTrainedModel, merged: RoutingMemory
+) -> None:
+    plain = merged.merge(one_gamma=True)  # with the same γ of all cases
+    for judge in (model, None):
+        kept, other = (prune(judge, memory, 0.5).provenance.key for memory in (merged, plain))
+        assert not torch.equal(kept, other)
 
 
 def test_calibrated_and_pruned_it_keeps_its_domains(
