@@ -118,9 +118,9 @@ class Work:
         self.reference = own_reference(memory)
         owner = owners(memory.provenance)
         layers = memory.full_layers()
-        window, domain = memory.provenance.window, memory.provenance.domain
+        where = memory.provenance
         self.cases = [
-            Cases.of(router, layers[router.layer], owner[window], domain)
+            Cases.of(router, layers[router.layer], owner[where.window], where)
             for router in find_routers(bench.model)
         ]
         part = Slice(self.reference, list(range(len(owner))), owner)

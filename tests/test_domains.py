@@ -264,7 +264,7 @@ def test_calibration_and_pruning_recall_as_routing_does(
     torch.testing.assert_close(judged(inputs, own), call.mixed)
     gammas = layer_gammas(merged, 0, config, CPU)
     kernel = scaled(gammas.joint, 0, config)
-    ratio = gammas.ratio(merged.provenance.domain)
+    ratio = gammas.ratio(merged.provenance)
     layer = Layer(merged.full_layers()[0], owner, kernel, SIMILARITIES["rbf"], config.k, ratio)
     found = layer.recall(inputs, stranger)
     mixed = mix_logits(own.float(), found.proposal, found.trust)

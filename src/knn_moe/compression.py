@@ -50,14 +50,14 @@ def compress(
     if not len(memory):
         raise MemoryFormatError(f"{memory!r} has no keys to compress: use it as it is.")
     routing = replace(memory.routing, index=index)
-    place, domain = device or torch.device("cpu"), memory.provenance.domain
+    place = device or torch.device("cpu")
     by_domain = routing.gamma is None and SIMILARITIES[routing.similarity].uses_gamma
 
     def layers() -> Iterator[tuple[int, dict[str, Any], dict[str, Tensor]]]:
         for number, layer in full.items():
             gammas = _own_gammas(memory, number, routing.similarity, place)
             kernel = scaled(gammas.joint, number, routing)
-            ratio = gammas.ratio(domain) if by_domain else None
+            ratio = gammas.ratio(memory.provenance) if by_domain else None
             small = compress_layer(layer, gammas, kernel, routing, place, ratio)
             yield number, small.entry(), dict(small.tensors)
             on_layer(number)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from knn_moe.index.others import nearest_others
+from knn_moe.provenance import Provenance
 
 _SAMPLE: Final = 1024  # keys whose nearest neighbour is looked up: all, or this many evenly spaced
 _CANDIDATES: Final = 4  # nearest keys looked at, so that exact repeats can be passed over
@@ -29,15 +30,12 @@ class Gammas(NamedTuple):
     joint: float
     domains: tuple[float, ...] = ()
 
-    def ratio(self, domain: Tensor) -> Tensor | None:
-        """What makes d² · joint each case's own γ d²; None: one γ serves all.
-
-        Shapes: domain [M] int64 → [M] fp32.
-        """
+    def ratio(self, where: Provenance) -> Tensor | None:
+        """γ of each case's domain / γ of all; None: one γ serves all. Shape [M] fp32."""
         if not self.domains:
             return None
         ratios = torch.tensor(self.domains, dtype=torch.float64) / self.joint
-        return ratios.float().to(domain.device)[domain]
+        return ratios.float()[where.domain]
 
 
 def estimate_gamma(

@@ -83,7 +83,7 @@ def recall_hook(
     device = router.device
     gammas = layer_gammas(memory, router.layer, config, device)
     kernel = scaled(gammas.joint, router.layer, config)
-    ratio = gammas.ratio(memory.provenance.domain)
+    ratio = gammas.ratio(memory.provenance)
     layer = memory.layers[router.layer]
     gate = open_gate(router, layer, config)
     kernels_count = config.stats and device.type == "cuda" and gate is None

@@ -76,6 +76,8 @@ class Provenance:
     @property
     def cases_of_domain(self) -> list[int]:
         """How many keys each domain has."""
+        if self.num_domains == 1:
+            return [len(self)]
         counts: list[int] = self.domain.bincount(minlength=self.num_domains).tolist()
         return counts
 

@@ -29,6 +29,7 @@ from knn_moe.index.others import nearest_others
 from knn_moe.intercept import RouterHook
 from knn_moe.memory import LayerMemory
 from knn_moe.optimise import TokenBatch, frozen, installed
+from knn_moe.provenance import Provenance
 from knn_moe.routers import Router, input_device
 
 _RATE: Final = 0.1  # of Adam, falling to 0
@@ -51,10 +52,11 @@ class Cases:
     ratio: Tensor | None = None
 
     @staticmethod
-    def of(router: Router, layer: LayerMemory, owner: Tensor, domain: Tensor) -> Cases:
-        """Shapes: owner, domain [M] int64."""
+    def of(router: Router, layer: LayerMemory, owner: Tensor, where: Provenance) -> Cases:
+        """Shapes: owner [M] int64."""
         keys, values, owner = (part.to(router.device) for part in (layer.keys, layer.values, owner))
-        ratio = Gammas(layer.gamma, layer.gammas).ratio(domain.to(router.device))
+        ratio = Gammas(layer.gamma, layer.gammas).ratio(where)
+        ratio = None if ratio is None else ratio.to(router.device)
         return Cases(router, keys, values, owner, layer.gamma, ratio=ratio)
 
     def stretchable(self) -> Cases:

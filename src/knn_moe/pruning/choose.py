@@ -141,8 +141,7 @@ class _Judge:
     def _open(self, memory: RoutingMemory) -> dict[int, Layer]:
         """Its layers as the whole memory's routing has them."""
         owner = self.reading.owner[memory.provenance.window]
-        domain, routing = memory.provenance.domain, self.routing
-        full, opened = memory.full_layers(), {}
+        full, routing, opened = memory.full_layers(), self.routing, {}
         for index in self.layers:
             gammas = layer_gammas(self.memory, index, routing, torch.device("cpu"))
             opened[index] = Layer(
@@ -151,7 +150,7 @@ class _Judge:
                 scaled(gammas.joint, index, routing),
                 SIMILARITIES[routing.similarity],
                 min(routing.k, len(memory)),
-                gammas.ratio(domain),
+                gammas.ratio(memory.provenance),
             )
         return opened
 
