@@ -118,8 +118,9 @@ class Work:
         self.reference = own_reference(memory)
         owner = owners(memory.provenance)
         layers = memory.full_layers()
+        where = memory.provenance
         self.cases = [
-            Cases.of(router, layers[router.layer], owner[memory.provenance.window])
+            Cases.of(router, layers[router.layer], owner[where.window], where)
             for router in find_routers(bench.model)
         ]
         part = Slice(self.reference, list(range(len(owner))), owner)

@@ -66,7 +66,8 @@ def loss(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, texts: list
 def cases_of(model: PreTrainedModel, memory: RoutingMemory) -> list[Cases]:
     owner = owners(memory.provenance)[memory.provenance.window]
     layers = memory.full_layers()
-    return [Cases.of(router, layers[router.layer], owner) for router in find_routers(model)]
+    where = memory.provenance
+    return [Cases.of(router, layers[router.layer], owner, where) for router in find_routers(model)]
 
 
 def study(model: PreTrainedModel, memory: RoutingMemory, cases: list[Cases]) -> Studied:

@@ -43,6 +43,7 @@ from knn_moe.errors import (
     MemoryFormatError,
     MemoryMismatchError,
 )
+from knn_moe.gamma import Gammas
 from knn_moe.gate import own_logits
 from knn_moe.optimise import summed_loss
 from knn_moe.provenance import owners
@@ -160,7 +161,7 @@ def test_what_cannot_be_calibrated(
 def compress_layer(memory: RoutingMemory) -> CompressedLayer:
     layer, routing = memory.full_layers()[0], RoutingConfig(index="fast")  # type: ignore[arg-type]
     return compression.compress_layer(
-        layer, layer.gamma, Kernel.single(layer.gamma), routing, torch.device("cpu")
+        layer, Gammas(layer.gamma), Kernel.single(layer.gamma), routing, torch.device("cpu")
     )
 
 

@@ -36,6 +36,7 @@ from knn_moe.errors import (
     MemoryMismatchError,
     MissingDependencyError,
 )
+from knn_moe.gamma import Gammas
 from knn_moe.index import ExactIndex
 from knn_moe.memory import LayerMemory
 from knn_moe.recall import Kernel
@@ -194,8 +195,9 @@ def test_what_cannot_be_compressed(memory: RoutingMemory, tmp_path: Path) -> Non
         compress(memory, IndexConfig(), tmp_path / "made")
     with pytest.raises(ConfigError, match="Unknown index 'hnsw'"):
         compress(memory, "hnsw", tmp_path / "made")
+    layer, kernel = memory.full_layers()[0], Kernel.single(1.0)
     with pytest.raises(ConfigError, match="as some index"):
-        compress_layer(memory.full_layers()[0], 1.0, Kernel.single(1.0), RoutingConfig(), CPU)
+        compress_layer(layer, Gammas(1.0), kernel, RoutingConfig(), CPU)
     with pytest.raises(MemoryFormatError, match="no keys to compress"):
         compress(of_rows(memory, torch.arange(0)), FAST, tmp_path / "made")
     assert list(tmp_path.iterdir()) == []

@@ -32,6 +32,7 @@ from knn_moe import IndexConfig, RoutingConfig, RoutingMemory, attach, build_mem
 from knn_moe.compression import compress_layer
 from knn_moe.controls import shuffle_values
 from knn_moe.errors import ConfigError
+from knn_moe.gamma import Gammas
 from knn_moe.handle import Routing
 from knn_moe.index.grid import principal_axes
 from knn_moe.recall import Kernel, LayerRecall, scaled
@@ -119,7 +120,11 @@ def test_a_layer_that_was_never_written(
 ) -> None:
     layers = {
         number: compress_layer(
-            layer, layer.gamma, scaled(layer.gamma, number, small.routing), small.routing, CPU
+            layer,
+            Gammas(layer.gamma),
+            scaled(layer.gamma, number, small.routing),
+            small.routing,
+            CPU,
         )
         for number, layer in memory.full_layers().items()
     }

@@ -42,7 +42,7 @@ from knn_moe.pruning.by_loss import worth_by_loss
 from knn_moe.pruning.by_values import FittedRouter, worth_by_values
 from knn_moe.pruning.choose import _sizes, best
 from knn_moe.pruning.recalled import Layer
-from knn_moe.recall import layer_kernel
+from knn_moe.recall import layer_gammas, scaled
 from knn_moe.similarity import SIMILARITIES
 
 CPU = torch.device("cpu")
@@ -90,7 +90,7 @@ def opened(memory: RoutingMemory, *indices: int) -> dict[int, Layer]:
         index: Layer(
             memory.full_layers()[index],
             owner,
-            layer_kernel(memory, index, routing, CPU),
+            scaled(layer_gammas(memory, index, routing, CPU).joint, index, routing),
             SIMILARITIES[routing.similarity],
             routing.k,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -13,7 +13,8 @@ def model_card(config: Mapping[str, Any]) -> str:
     name = base["name"]
     index = f", {routing['index']['kind']} index" if routing["index"] else ""
     known_to_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", name)
-    since = _calibrated(config.get("calibration")) + _pruned(config.get("pruned"))
+    since = _domains(config) + _calibrated(config.get("calibration"))
+    since += _pruned(config.get("pruned"))
     origin = f"base_model: {name}\n" if known_to_hub else ""
     return f"""---
 library_name: knn-moe
@@ -49,6 +50,23 @@ with attach(model, memory):
 
 It holds the tokens of its reference set: share it as you would share that text.
 """
+
+
+def domains_in_words(cases: Sequence[int], gammas: Sequence[Sequence[float]]) -> str:
+    """How many cases each domain has, and its γ from layer to layer, of which `gammas` are."""
+    told = []
+    for number, count in enumerate(cases):
+        widths = [layer[number] for layer in gammas]
+        told.append(f"{count:,} cases (γ {min(widths):.3g} to {max(widths):.3g})")
+    return f"{len(cases)}: {', '.join(told)}"
+
+
+def _domains(config: Mapping[str, Any]) -> str:
+    """A row, if memories of several were merged."""
+    if "domains" not in config:
+        return ""
+    gammas = [layer["gammas"] for layer in config["layers"]]
+    return f"| domains | {domains_in_words(config['domains'], gammas)} |\n"
 
 
 def _calibrated(found: Mapping[str, Any] | None) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from knn_moe.index.settings import IndexConfig
-from knn_moe.writer import LayerShape
+from knn_moe.writer import LayerShape, gamma_entry
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class CompressedLayer:
     index: IndexConfig
     similarity: str  # that the keys were prepared for
     quality: IndexQuality
+    gammas: tuple[float, ...] = ()  # of each domain, where there are several
 
     def __len__(self) -> int:
         return self.cases
@@ -66,7 +67,7 @@ class CompressedLayer:
         """What memory_config.json says of the layer, beside its file."""
         hidden, experts, dtype = self.shape
         return {
-            "gamma": self.gamma,
+            **gamma_entry(self.gamma, self.gammas),
             "cases": self.cases,
             "shape": [hidden, experts, str(dtype).removeprefix("torch.")],
             "index": self.index.to_dict(),
@@ -86,4 +87,5 @@ class CompressedLayer:
             index=IndexConfig(**entry["index"]),
             similarity=entry["similarity"],
             quality=IndexQuality(**entry["quality"]),
+            gammas=tuple(entry.get("gammas", ())),
         )

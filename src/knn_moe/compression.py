@@ -16,12 +16,13 @@ from torch import Tensor
 from knn_moe.compressed import CompressedLayer, IndexQuality
 from knn_moe.config import RoutingConfig
 from knn_moe.errors import ConfigError, MemoryFormatError
+from knn_moe.gamma import Gammas
 from knn_moe.index import ExactIndex, IndexConfig, KeyIndex
 from knn_moe.index.exact import squared_distance
 from knn_moe.index.values import PackedValues
 from knn_moe.memory import LayerMemory, RoutingMemory
 from knn_moe.mixing import confidence
-from knn_moe.recall import Kernel, layer_gamma, open_layer, rows_of, scaled
+from knn_moe.recall import Kernel, layer_gammas, open_layer, rows_of, scaled
 from knn_moe.similarity import SIMILARITIES
 from knn_moe.writer import write_layers
 
@@ -50,12 +51,14 @@ def compress(
         raise MemoryFormatError(f"{memory!r} has no keys to compress: use it as it is.")
     routing = replace(memory.routing, index=index)
     place = device or torch.device("cpu")
+    by_domain = routing.gamma is None and SIMILARITIES[routing.similarity].uses_gamma
 
     def layers() -> Iterator[tuple[int, dict[str, Any], dict[str, Tensor]]]:
         for number, layer in full.items():
-            gamma = _own_gamma(memory, number, routing.similarity, place)
-            kernel = scaled(gamma, number, routing)
-            small = compress_layer(layer, gamma, kernel, routing, place)
+            gammas = _own_gammas(memory, number, routing.similarity, place)
+            kernel = scaled(gammas.joint, number, routing)
+            ratio = gammas.ratio(memory.provenance) if by_domain else None
+            small = compress_layer(layer, gammas, kernel, routing, place, ratio)
             yield number, small.entry(), dict(small.tensors)
             on_layer(number)
 
@@ -66,13 +69,14 @@ def compress(
 
 def compress_layer(
     layer: LayerMemory,
-    gamma: float,
+    gammas: Gammas,
     kernel: Kernel,
     routing: RoutingConfig,
     device: torch.device,
+    ratio: Tensor | None = None,
 ) -> CompressedLayer:
-    """One layer, as `routing` says, made on `device`. `gamma` is the layer's own, unscaled;
-    `kernel` what `routing` makes of it."""
+    """One layer, as `routing` says, made on `device`. `gammas` are the layer's own, unscaled;
+    `kernel` and `ratio` [M], see recall.py, what `routing` makes of them."""
     if routing.index is None:
         raise ConfigError("A layer is compressed as some index: RoutingConfig(index=…).")
     index, values = open_layer(layer, routing, device)
@@ -81,19 +85,28 @@ def compress_layer(
     tensors |= {f"values.{name}": tensor.cpu() for name, tensor in named.items()}
     return CompressedLayer(
         tensors=tensors,
-        gamma=gamma,
+        gamma=gammas.joint,
+        gammas=gammas.domains,
         cases=len(layer),
         shape=layer.shape,
         index=routing.index,
         similarity=routing.similarity,
-        quality=measure(index, layer.keys, kernel, routing, device),
+        quality=measure(index, layer.keys, kernel, routing, device, ratio),
     )
 
 
 def measure(
-    index: KeyIndex, keys: Tensor, kernel: Kernel, routing: RoutingConfig, device: torch.device
+    index: KeyIndex,
+    keys: Tensor,
+    kernel: Kernel,
+    routing: RoutingConfig,
+    device: torch.device,
+    ratio: Tensor | None = None,
 ) -> IndexQuality:
-    """Recall and λ error on evenly spaced keys, each without itself. Shapes: keys [M, d]."""
+    """Recall and λ error on evenly spaced keys, each without itself.
+
+    Shapes: keys [M, d]; ratio [M], as LayerRecall's.
+    """
     if len(keys) < 2:
         return IndexQuality(recall=1.0, confidence_error=0.0)
     similarity = SIMILARITIES[routing.similarity]
@@ -110,6 +123,8 @@ def measure(
         squared_distance(queries, prepared[near[:, 0].cpu()].to(device)) for near in (rows, nearest)
     )
     hit = found[:, 0].isfinite() & (reached <= best)
+    if ratio is not None:
+        found, exact = found.cpu() * ratio[rows.cpu()], exact.cpu() * ratio[nearest.cpu()]
     lambdas = [confidence(similarity.log(part.cpu(), width)) for part in (found, exact)]
     return IndexQuality(
         recall=round(float(hit.float().mean()), 4),
@@ -128,7 +143,9 @@ def _others(index: KeyIndex, queries: Tensor, sample: Tensor, k: int) -> tuple[T
     return distance.gather(1, order), rows.gather(1, order)
 
 
-def _own_gamma(memory: RoutingMemory, number: int, similarity: str, device: torch.device) -> float:
+def _own_gammas(
+    memory: RoutingMemory, number: int, similarity: str, device: torch.device
+) -> Gammas:
     """The layer's γ from its own distances, whatever the memory's routing makes of it.
 
     Cosine has none, but its keys serve the RBF kernel on unit vectors as well.
@@ -136,4 +153,4 @@ def _own_gamma(memory: RoutingMemory, number: int, similarity: str, device: torc
     prepare = SIMILARITIES[similarity].prepare
     kernels = (entry for entry in SIMILARITIES.values() if entry.uses_gamma)
     name = next(entry.name for entry in kernels if entry.prepare is prepare)
-    return layer_gamma(memory, number, RoutingConfig(similarity=name), device)
+    return layer_gammas(memory, number, RoutingConfig(similarity=name), device)

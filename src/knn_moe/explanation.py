@@ -26,14 +26,16 @@ class RecalledCase:
     before: str  # the text the case was read in, up to its own token
     token: str  # the token it was read at
     after: str  # the token that followed there
-    distance: float  # 1 is the layer's usual distance between neighbours; cosine: of unit vectors
+    # 1 is the usual distance between neighbours, of the layer or of the case's domain there;
+    # cosine: of unit vectors
+    distance: float
     confidence: float  # λ
     experts_in: Mapping[int, float]  # that came in → their Δlogit: mixed less the router's own
     experts_out: Mapping[int, float]  # that went out, likewise
     weight: float  # this case's share of what all K recalled cases propose
     row: int | None  # of the memory; None: no case was found
     example: int | None  # of the reference set, as a number in the order given
-    squared_distance: float  # of the vectors that the similarity compares
+    squared_distance: float  # of the vectors that the similarity compares: see LayerTrace
 
     @property
     def changed(self) -> bool:

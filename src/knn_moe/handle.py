@@ -27,7 +27,7 @@ from knn_moe.identity import identify
 from knn_moe.intercept import forget_compiled_graphs, hook_on, takes_top
 from knn_moe.memory import RoutingMemory
 from knn_moe.reading import Reading
-from knn_moe.recall import LayerRecall, layer_gamma, layer_kernel
+from knn_moe.recall import LayerRecall, layer_gammas, scaled
 from knn_moe.routers import Router, find_routers, unwrap
 
 
@@ -82,13 +82,15 @@ def recall_hook(
 ) -> RecallHook:
     """The hook of one layer's memory, on its router's device."""
     device = router.device
-    kernel = layer_kernel(memory, router.layer, config, device)
+    gammas = layer_gammas(memory, router.layer, config, device)
+    kernel = scaled(gammas.joint, router.layer, config)
+    ratio = gammas.ratio(memory.provenance)
     layer = memory.layers[router.layer]
     gate = open_gate(router, layer, config)
     kernels_count = config.stats and device.type == "cuda" and gate is None
     top = router.top_k if kernels_count and takes_top(router) else 0
     try:
-        recall = LayerRecall(layer, kernel, config, device, count_top=top)
+        recall = LayerRecall(layer, kernel, config, device, count_top=top, ratio=ratio)
     except torch.OutOfMemoryError:
         raise AttachError(
             f"The memory ({memory.nbytes / 1e9:,.1f} GB) does not fit on {device} beside the "
@@ -204,9 +206,9 @@ class Routing(Handle):
             sequences = sequences_of(input_ids, attention_mask)
         as_found = replace(self.config, gamma=None)
         usual = {
-            hook.router.layer: layer_gamma(
+            hook.router.layer: layer_gammas(
                 self.memory, hook.router.layer, as_found, hook.router.device
-            )
+            ).joint
             for hook in self._hooks
         }
         reader = Reader(self.memory.provenance, usual, tokenizer)

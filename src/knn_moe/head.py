@@ -22,7 +22,7 @@ from knn_moe.errors import UnsupportedModelError
 from knn_moe.hooks import RecallHook
 from knn_moe.memory import RoutingMemory
 from knn_moe.next_token import mix_next
-from knn_moe.recall import layer_gamma
+from knn_moe.recall import layer_gammas
 from knn_moe.routers import unwrap
 
 _NUMBERS: Final = 1 << 26  # that a search or a mixture holds at a time
@@ -106,7 +106,7 @@ def make_head(
     if config.head is None or config.head.weight == 0 or not hooks:
         return []
     hook = max(hooks, key=lambda each: each.router.layer)
-    gamma = layer_gamma(memory, hook.router.layer, config, hook.router.device)
+    gamma = layer_gammas(memory, hook.router.layer, config, hook.router.device).joint
     return [Head(hook, memory.provenance.following, gamma, config.head)]
 
 

@@ -23,8 +23,15 @@ from knn_moe.config import BuildConfig, RoutingConfig
 from knn_moe.errors import ConfigError, MemoryFormatError, MemoryMismatchError
 from knn_moe.header import MemoryHeader
 from knn_moe.identity import ModelIdentity
-from knn_moe.provenance import Provenance, concatenate, owners
-from knn_moe.writer import LayerShape, MemoryWriter, scratch_beside, write_layers
+from knn_moe.provenance import Provenance, check_droppable, concatenate, owners
+from knn_moe.writer import (
+    NOTHING_KNOWN,
+    KnownGammas,
+    LayerShape,
+    MemoryWriter,
+    scratch_beside,
+    write_layers,
+)
 
 _ROWS: Final = 4096  # copied at a time
 
@@ -36,6 +43,7 @@ class LayerMemory:
     keys: Tensor
     values: Tensor
     gamma: float  # of the RBF kernel, from these keys' own distances
+    gammas: tuple[float, ...] = ()  # of each domain, where there are several
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -143,7 +151,7 @@ class RoutingMemory:
             ]
             write_layers(Path(folder), self.header, self.provenance, layers, overwrite=overwrite)
             return
-        _write(Path(folder), [self], self.provenance, gammas=self._gammas(), overwrite=overwrite)
+        _write(Path(folder), [self], self.provenance, known=self._gammas(), overwrite=overwrite)
 
     def push_to_hub(self, repo_id: str, *, private: bool = False, token: str | None = None) -> str:
         """Upload the memory and its card as a model repository; returns the commit's address."""
@@ -160,10 +168,16 @@ class RoutingMemory:
             return str(api.upload_folder(repo_id=repo_id, folder_path=folder))
 
     def merge(
-        self, *others: RoutingMemory, folder: str | Path | None = None, overwrite: bool = False
+        self,
+        *others: RoutingMemory,
+        folder: str | Path | None = None,
+        overwrite: bool = False,
+        one_gamma: bool = False,
     ) -> RoutingMemory:
-        """One memory of the cases of all, with γ taken from their joint distances.
+        """One memory of the cases of all, each of which keeps the γ of the memory it came from.
 
+        A memory is a domain; one that was merged brings its own ones. `one_gamma`: they are of one
+        domain, and γ is taken from their joint distances.
         What the memory says of its build and use is the first one's; what a calibration found for
         that one alone is forgotten, and its preset's routing is back.
         Streamed to `folder` and opened from there; without one, to a temporary folder that lives
@@ -181,7 +195,10 @@ class RoutingMemory:
         )
         memories = [replace(self, header=header), *others]
         provenance = concatenate([memory.provenance for memory in memories])
-        return _written(folder, memories, provenance, overwrite=overwrite)
+        if one_gamma:
+            provenance = provenance.of_one_domain()
+        known = KnownGammas(domains=_domains_of_all(memories))
+        return _written(folder, memories, provenance, known=known, overwrite=overwrite)
 
     def subset(
         self,
@@ -199,7 +216,7 @@ class RoutingMemory:
         chosen = replace(self, header=header or self.header)
         provenance = self.provenance.subset(rows)
         return _written(
-            folder, [chosen], provenance, rows=rows, gammas=self._gammas(), overwrite=overwrite
+            folder, [chosen], provenance, rows=rows, known=self._gammas(), overwrite=overwrite
         )
 
     def without(
@@ -212,8 +229,9 @@ class RoutingMemory:
         """The memory as if it had never read `examples`, by number: no key, value or token of
         them is left, and what is written is read again to make sure.
 
-        γ is computed anew, but for a pruned memory, which keeps that of the whole; a calibration
-        that read them is forgotten. The others keep their numbers. To `folder` as in `merge`.
+        γ is computed anew, that of each domain too, but for a pruned memory, which keeps those of
+        the whole; a calibration that read them is forgotten. The others keep their numbers. To
+        `folder` as in `merge`.
         """
         self.full_layers()
         if self.header.learned:
@@ -221,18 +239,24 @@ class RoutingMemory:
                 "The values of this memory were fitted to all its examples, those to drop "
                 "included: build a memory of the others instead."
             )
-        _check_droppable(self.provenance, examples)
+        check_droppable(self.provenance, examples)
         provenance, rows = self.provenance.without(examples)
         rest = replace(self, header=self.header.uncalibrated())
-        gammas = self._gammas() if self.header.pruned else None
-        written = _written(
-            folder, [rest], provenance, rows=rows, gammas=gammas, overwrite=overwrite
-        )
+        left = self.provenance.domains_without(examples)
+        known = self._gammas(left) if self.header.pruned else NOTHING_KNOWN
+        written = _written(folder, [rest], provenance, rows=rows, known=known, overwrite=overwrite)
         _check_gone(written, self.provenance, examples)
         return written
 
-    def _gammas(self) -> dict[int, float]:
-        return {index: layer.gamma for index, layer in self.layers.items()}
+    def _gammas(self, left: Sequence[int] | None = None) -> KnownGammas:
+        """Its own; if only the domains `left` are, theirs. The last one's γ is all there is."""
+        joint = {index: layer.gamma for index, layer in self.layers.items()}
+        domains = {index: layer.gammas for index, layer in self.layers.items() if layer.gammas}
+        if left is not None:
+            domains = {index: tuple(own[one] for one in left) for index, own in domains.items()}
+            if len(left) == 1:
+                joint |= {index: own for index, (own,) in domains.items()}
+        return KnownGammas(joint, domains)
 
 
 def _written(
@@ -241,13 +265,13 @@ def _written(
     provenance: Provenance,
     *,
     rows: Tensor | None = None,
-    gammas: dict[int, float] | None = None,
+    known: KnownGammas,
     overwrite: bool,
 ) -> RoutingMemory:
     """What `_write` wrote, opened: in `folder`, or in one that lives as long as the memory."""
     holds = storage.TemporaryFolder() if folder is None else None
     target = holds.path / "memory" if holds else Path(str(folder))
-    _write(target, memories, provenance, rows=rows, gammas=gammas, overwrite=overwrite)
+    _write(target, memories, provenance, rows=rows, known=known, overwrite=overwrite)
     return replace(RoutingMemory.from_pretrained(target, verify=False), _holds=holds)
 
 
@@ -257,11 +281,11 @@ def _write(
     provenance: Provenance,
     *,
     rows: Tensor | None = None,
-    gammas: dict[int, float] | None,
+    known: KnownGammas,
     overwrite: bool,
 ) -> None:
     """The cases of `memories`, one after the other, as one memory in `folder`; with `rows`, those
-    of one memory only. γ is computed where it is not given."""
+    of one memory only. γ that is not `known` is computed."""
     storage.refuse_existing(folder, overwrite=overwrite)
     shapes = {index: layer.shape for index, layer in memories[0].layers.items()}
     with scratch_beside(folder) as scratch:
@@ -275,7 +299,7 @@ def _write(
                     writer.write(index, "keys", keys, [span])
                     writer.write(index, "values", layer.values[part].cpu(), [span])
             row += len(memory)
-        writer.finish(memories[0].header, folder, gammas=gammas, overwrite=overwrite)
+        writer.finish(memories[0].header, folder, known=known, overwrite=overwrite)
 
 
 def _parts(cases: int, rows: Tensor | None) -> Iterator[tuple[int, slice | Tensor]]:
@@ -287,35 +311,6 @@ def _parts(cases: int, rows: Tensor | None) -> Iterator[tuple[int, slice | Tenso
     else:
         for start in range(0, len(rows), _ROWS):
             yield start, rows[start : start + _ROWS]
-
-
-def _check_droppable(provenance: Provenance, examples: Collection[int]) -> None:
-    known, gone = set(provenance.example_of_window.tolist()), set(examples)
-    if not gone:
-        raise ConfigError("No example to drop was named: give the numbers of some.")
-    if gone - known:
-        raise ConfigError(
-            f"The memory has no example {min(gone - known)}: it has {len(known):,}, numbered "
-            f"{min(known)} to {max(known)}. `explain` and the order of the reference set tell them."
-        )
-    if gone == known:
-        raise ConfigError(
-            f"All {len(known):,} examples would go, and no memory be left: delete it instead."
-        )
-    twins = _twins(provenance, gone)
-    if twins:
-        raise ConfigError(
-            f"Example {twins[0]} says the same as one to drop, word for word: drop it too, or "
-            f"what it says stays in the memory."
-        )
-
-
-def _twins(provenance: Provenance, examples: Collection[int]) -> list[int]:
-    """Other examples with exactly the tokens of one of `examples`."""
-    gone = torch.isin(provenance.example_of_window, torch.tensor(sorted(examples)))
-    owner = owners(provenance)
-    same = torch.isin(owner, owner[gone]) & ~gone
-    return [int(number) for number in provenance.example_of_window[same].unique()]
 
 
 def _check_gone(written: RoutingMemory, before: Provenance, examples: Collection[int]) -> None:
@@ -337,7 +332,19 @@ def _check_gone(written: RoutingMemory, before: Provenance, examples: Collection
 def _read_layer(entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Layer:
     if "index" in entry:
         return CompressedLayer.read(entry, tensors)
-    return LayerMemory(gamma=entry["gamma"], **tensors)
+    return LayerMemory(gamma=entry["gamma"], gammas=tuple(entry.get("gammas", ())), **tensors)
+
+
+def _domains_of_all(memories: Sequence[RoutingMemory]) -> dict[int, tuple[float, ...]]:
+    """γ of their domains, one memory's after the other's, by layer."""
+    return {
+        index: tuple(
+            gamma
+            for layer in (memory.layers[index] for memory in memories)
+            for gamma in layer.gammas or (layer.gamma,)
+        )
+        for index in memories[0].layers
+    }
 
 
 def _pruned_in_all(memories: Sequence[RoutingMemory]) -> dict[str, Any] | None:

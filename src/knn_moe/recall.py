@@ -15,7 +15,7 @@ from knn_moe.compressed import CompressedLayer
 from knn_moe.config import RoutingConfig
 from knn_moe.drawing import draw_cases
 from knn_moe.errors import ConfigError
-from knn_moe.gamma import estimate_gamma
+from knn_moe.gamma import Gammas, estimate_by_domain, estimate_gamma
 from knn_moe.index import FastIndex, IndexConfig, KeyIndex, build_index, load_index
 from knn_moe.index.fused import MOST_RANKED, Fused, usable
 from knn_moe.index.parts import Settings
@@ -51,6 +51,7 @@ class LayerRecall(nn.Module):
     confidence_gamma: Tensor
     trust: Tensor
     uncounted: Tensor
+    ratio: Tensor | None
 
     def __init__(
         self,
@@ -60,8 +61,10 @@ class LayerRecall(nn.Module):
         device: torch.device,
         *,
         count_top: int = 0,
+        ratio: Tensor | None = None,
     ) -> None:
-        """`count_top`: count changes among as many top logits, where kernels can."""
+        """`count_top`: count changes among as many top logits, where kernels can. `ratio` [M]: γ of
+        each case's domain to the layer's, by which its d² is multiplied; None: one γ for all."""
         super().__init__()
         self.similarity = SIMILARITIES[config.similarity]
         self.kernel = kernel
@@ -72,6 +75,9 @@ class LayerRecall(nn.Module):
         self.index, values = open_layer(layer, config, device)
         for name, number in kernel._asdict().items():
             self.register_buffer(name, torch.tensor(number, device=device), persistent=False)
+        if ratio is not None:
+            ratio = ratio.to(device)[rows_of(self.index, torch.arange(self.cases, device=device))]
+        self.register_buffer("ratio", ratio, persistent=False)
         nothing = torch.zeros(4, dtype=torch.int64, device=device)
         self.register_buffer("uncounted", nothing, persistent=False)
         self.value_names = list(named_values(values))
@@ -89,7 +95,7 @@ class LayerRecall(nn.Module):
         kernel = torch.stack([self.gamma, self.confidence_gamma, self.trust])
         fused = Fused(index, values, kernel, Settings(self.k, index.probes, cosine, top))
         index.finder = fused.search
-        if index.keys is None and self.drawn is None:
+        if index.keys is None and self.drawn is None and self.ratio is None:
             self.fused = fused
 
     def forward(
@@ -124,8 +130,8 @@ class LayerRecall(nn.Module):
         return self.fused is not None and self.fused.settings.top > 0
 
     def nearest(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """The K nearest cases, nearest first: d² of prepared vectors, and rows of the memory; if
-        cases are drawn, the rows of those.
+        """The K nearest cases, nearest first: d² of prepared vectors, in the layer's γ where its
+        domains have their own, and rows of the memory; if cases are drawn, the rows of those.
 
         Shapes: inputs [T, d] → [T, K] fp32, [T, K] int64.
         """
@@ -134,7 +140,7 @@ class LayerRecall(nn.Module):
 
     def nearest_of(self, inputs: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """The same for another K, none of them drawn. Shapes: inputs [T, d] → [T, k] twice."""
-        squared_distance, places = self.index.search(self._queries(inputs), min(k, self.cases))
+        squared_distance, places = self._found(self._queries(inputs), min(k, self.cases))
         return squared_distance, rows_of(self.index, places)
 
     def log_similarity(self, squared_distance: Tensor) -> Tensor:
@@ -152,9 +158,16 @@ class LayerRecall(nn.Module):
         Shapes: inputs [T, d] → [T, K] fp32, [T, K] int64.
         """
         queries = self._queries(inputs)
-        squared_distance, places = self.index.search(queries, self.k)
+        squared_distance, places = self._found(queries, self.k)
         if self.drawn is not None:
             places = draw_cases(queries, self.k, self.cases, self.drawn)
+        return squared_distance, places
+
+    def _found(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """d² of the k nearest in the layer's γ, and their places. Shapes: [T, d] → [T, k] twice."""
+        squared_distance, places = self.index.search(queries, k)
+        if self.ratio is not None:
+            squared_distance = squared_distance * self.ratio[places]
         return squared_distance, places
 
     def _queries(self, inputs: Tensor) -> Tensor:
@@ -188,13 +201,6 @@ def rows_of(index: KeyIndex, places: Tensor) -> Tensor:
     return index.rows[places].long() if isinstance(index, FastIndex) else places
 
 
-def layer_kernel(
-    memory: RoutingMemory, index: int, config: RoutingConfig, device: torch.device
-) -> Kernel:
-    """The layer's kernels, by its own γ or the config's."""
-    return scaled(layer_gamma(memory, index, config, device), index, config)
-
-
 def scaled(gamma: float, index: int, config: RoutingConfig) -> Kernel:
     """What the config makes of a layer's γ; its own γ, if it has one, comes before the layer's."""
     own, largest = config.kernel(index), torch.finfo(torch.float32).max
@@ -206,21 +212,24 @@ def scaled(gamma: float, index: int, config: RoutingConfig) -> Kernel:
     )
 
 
-def layer_gamma(
+def layer_gammas(
     memory: RoutingMemory, index: int, config: RoutingConfig, device: torch.device
-) -> float:
-    """The layer's γ: as configured, as stored for the RBF kernel, or from prepared keys."""
+) -> Gammas:
+    """The layer's γ: as configured, one for all; as stored for the RBF kernel, or from prepared
+    keys, with those of its domains."""
     similarity = SIMILARITIES[config.similarity]
     layer = memory.layers[index]
     if not similarity.uses_gamma:
-        return 1.0
+        return Gammas(1.0)
     if config.gamma is not None:
-        return config.gamma
+        return Gammas(config.gamma)
     if config.similarity == "rbf" or isinstance(layer, CompressedLayer):
-        return layer.gamma
-    keys = similarity.prepare(layer.keys)
-    example, case = memory.provenance.example, memory.provenance.prefix_hash()
-    return estimate_gamma(keys, example, case, device)
+        return Gammas(layer.gamma, layer.gammas)
+    keys, where = similarity.prepare(layer.keys), memory.provenance
+    example, case = where.example, where.prefix_hash()
+    joint = estimate_gamma(keys, example, case, device)
+    sizes = where.cases_of_domain
+    return Gammas(joint, estimate_by_domain(keys, example, case, sizes, device, joint))
 
 
 def _index_of(layer: CompressedLayer, config: RoutingConfig) -> IndexConfig:

@@ -25,7 +25,9 @@ class LayerTrace:
     """One layer and T tokens, with K cases recalled for each; on the CPU."""
 
     rows: Tensor  # [T, K] int64, of the memory, nearest first
-    squared_distance: Tensor  # [T, K] fp32, of the vectors the similarity compares
+    # [T, K] fp32, of the vectors the similarity compares; times γ of the case's domain / γ of the
+    # layer, where there are several
+    squared_distance: Tensor
     weight: Tensor  # [T, K], each case's share of the proposal
     confidence: Tensor  # [T], λ
     before: Tensor  # [T, top_k] int64, experts of the router's own logits, ascending

@@ -91,7 +91,7 @@ def _plan(
     header: MemoryHeader, provenance: Provenance, shapes: Mapping[int, LayerShape]
 ) -> dict[str, Any]:
     digest = hashlib.sha256()
-    for column in vars(provenance).values():
+    for column in provenance.tensors().values():
         digest.update(column.numpy().tobytes())
     layers = {str(index): [*shape[:2], str(shape.dtype)] for index, shape in shapes.items()}
     return {**header.to_dict(), "reference": digest.hexdigest(), "shapes": layers}

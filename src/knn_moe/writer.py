@@ -12,14 +12,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from knn_moe import storage
 from knn_moe.card import model_card
-from knn_moe.gamma import estimate_gamma
+from knn_moe.gamma import Gammas, estimate_by_domain, estimate_gamma
 from knn_moe.header import MemoryHeader
 from knn_moe.provenance import Provenance
 
@@ -28,6 +29,16 @@ class LayerShape(NamedTuple):
     hidden_size: int
     num_experts: int
     dtype: torch.dtype  # of the keys; values are fp32
+
+
+class KnownGammas(NamedTuple):
+    """γ of layers by number that need not be computed: of all cases; and of each domain."""
+
+    joint: Mapping[int, float] = MappingProxyType({})
+    domains: Mapping[int, tuple[float, ...]] = MappingProxyType({})
+
+
+NOTHING_KNOWN: Final = KnownGammas()
 
 
 class MemoryWriter:
@@ -44,7 +55,7 @@ class MemoryWriter:
         self.partial = partial
         self.provenance = provenance
         if fresh:
-            storage.write_tensors(partial / storage.TOKENS_FILE, vars(provenance))
+            storage.write_tensors(partial / storage.TOKENS_FILE, provenance.tensors())
         self.files = {
             index: storage.StreamedFile(
                 partial / storage.layer_file(index),
@@ -73,11 +84,11 @@ class MemoryWriter:
         header: MemoryHeader,
         folder: Path,
         *,
-        gammas: Mapping[int, float] | None = None,
+        known: KnownGammas = NOTHING_KNOWN,
         device: torch.device | None = None,
         overwrite: bool = False,
     ) -> None:
-        """Seal what was written and rename it to `folder`. γ is computed where it is not given."""
+        """Seal what was written and rename it to `folder`. γ that is not `known` is computed."""
         layers = list(self.files)
         self.close()
         with ThreadPoolExecutor() as pool:
@@ -85,24 +96,38 @@ class MemoryWriter:
                 lambda index: storage.describe_file(self.partial / storage.layer_file(index)),
                 layers,
             )
-            found = gammas or self._gammas(layers, device)
+            found = self._gammas(layers, known, device)
             entries = [
-                {"layer": index, "gamma": found[index], **entry}
+                {"layer": index, **gamma_entry(*found[index]), **entry}
                 for index, entry in zip(layers, described, strict=True)
             ]
         seal(self.partial, header, self.provenance, entries, folder, overwrite=overwrite)
 
-    def _gammas(self, layers: list[int], device: torch.device | None) -> dict[int, float]:
+    def _gammas(
+        self, layers: list[int], known: KnownGammas, device: torch.device | None
+    ) -> dict[int, Gammas]:
+        sizes = self.provenance.cases_of_domain
+        domains = known.domains if len(sizes) > 1 else dict.fromkeys(layers, ())
+        if all(index in known.joint and index in domains for index in layers):
+            return {index: Gammas(known.joint[index], domains[index]) for index in layers}
         example, case = self.provenance.example, self.provenance.prefix_hash()
 
-        def gamma(index: int) -> float:
+        def gamma(index: int) -> Gammas:
             keys = storage.read_tensors(self.partial / storage.layer_file(index))["keys"]
-            return estimate_gamma(keys, example, case, device)
+            joint = known.joint.get(index) or estimate_gamma(keys, example, case, device)
+            if index in domains:
+                return Gammas(joint, domains[index])
+            return Gammas(joint, estimate_by_domain(keys, example, case, sizes, device, joint))
 
         # On a CPU one layer at a time keeps every core busy; a GPU waits for its keys to arrive.
         workers = 8 if device is not None and device.type == "cuda" else 1
         with ThreadPoolExecutor(max_workers=workers) as pool:
             return dict(zip(layers, pool.map(gamma, layers), strict=True))
+
+
+def gamma_entry(joint: float, domains: tuple[float, ...]) -> dict[str, Any]:
+    """What memory_config.json says of a layer's γ."""
+    return {"gamma": joint, "gammas": list(domains)} if domains else {"gamma": joint}
 
 
 def seal(
@@ -119,6 +144,7 @@ def seal(
         **header.to_dict(),
         "keys": len(provenance),
         "examples": provenance.num_examples,
+        **({"domains": provenance.cases_of_domain} if provenance.num_domains > 1 else {}),
         "bytes": sum(entry["bytes"] for entry in layers),
         "tokens": storage.describe_file(partial / storage.TOKENS_FILE),
         "layers": list(layers),
@@ -159,7 +185,7 @@ def write_layers(
     """A memory of layers that come whole, one at a time: number, config entry, tensors."""
     storage.refuse_existing(folder, overwrite=overwrite)
     with scratch_beside(folder) as scratch:
-        storage.write_tensors(scratch / storage.TOKENS_FILE, vars(provenance))
+        storage.write_tensors(scratch / storage.TOKENS_FILE, provenance.tensors())
         entries = []
         for index, entry, tensors in layers:
             path = scratch / storage.layer_file(index)

@@ -22,12 +22,14 @@ from knn_moe.calibration.slices import Reading
 from knn_moe.config import LayerKernel, RoutingConfig
 from knn_moe.dense import dense_gradient
 from knn_moe.errors import RouterNotCalledError
+from knn_moe.gamma import Gammas
 from knn_moe.gate import own_logits_of_all
 from knn_moe.index.exact import squared_distance
 from knn_moe.index.others import nearest_others
 from knn_moe.intercept import RouterHook
 from knn_moe.memory import LayerMemory
 from knn_moe.optimise import TokenBatch, frozen, installed
+from knn_moe.provenance import Provenance
 from knn_moe.routers import Router, input_device
 
 _RATE: Final = 0.1  # of Adam, falling to 0
@@ -38,7 +40,7 @@ _TOKENS: Final = 1024  # that are compared with their neighbours at a time
 class Cases:
     """One layer's memory on its router's device. Shapes: keys [M, d]; values [M, N]; owner [M];
     own [M, N], what the router gives the keys itself: to be had where values may be stretched.
-    `stretch`: what came of that."""
+    `stretch`: what came of that. ratio [M], as LayerRecall's: distances are in the layer's γ."""
 
     router: Router
     keys: Tensor
@@ -47,11 +49,15 @@ class Cases:
     gamma: float
     own: Tensor | None = None
     stretch: float = 1.0
+    ratio: Tensor | None = None
 
     @staticmethod
-    def of(router: Router, layer: LayerMemory, owner: Tensor) -> Cases:
+    def of(router: Router, layer: LayerMemory, owner: Tensor, where: Provenance) -> Cases:
+        """Shapes: owner [M] int64."""
         keys, values, owner = (part.to(router.device) for part in (layer.keys, layer.values, owner))
-        return Cases(router, keys, values, owner, layer.gamma)
+        ratio = Gammas(layer.gamma, layer.gammas).ratio(where)
+        ratio = None if ratio is None else ratio.to(router.device)
+        return Cases(router, keys, values, owner, layer.gamma, ratio=ratio)
 
     def stretchable(self) -> Cases:
         return replace(self, own=own_logits_of_all(self.router, self.keys))
@@ -59,7 +65,12 @@ class Cases:
     def nearest(self, inputs: Tensor, owner: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Of other examples: squared distances and rows [T, count]."""
         labels = [(owner.to(inputs.device), self.owner)]
-        return nearest_others(inputs, self.keys, labels, count, inputs.device)
+        distance, rows = nearest_others(inputs, self.keys, labels, count, inputs.device)
+        return self.in_layer_gamma(distance, rows), rows
+
+    def in_layer_gamma(self, distance: Tensor, rows: Tensor) -> Tensor:
+        """d² to cases of `rows`, to be multiplied by the layer's γ, not their domain's. [T, K]."""
+        return distance if self.ratio is None else distance * self.ratio[rows]
 
 
 @dataclass
@@ -137,7 +148,8 @@ class Mix:
         """Squared, to the cases of `rows`; some tokens at a time, whose keys are many."""
         parts = zip(inputs.split(_TOKENS), rows.split(_TOKENS), strict=True)
         keys = self.cases.keys
-        return torch.cat([squared_distance(part[:, None], keys[near]) for part, near in parts])
+        near = [squared_distance(part[:, None], keys[place]) for part, place in parts]
+        return self.cases.in_layer_gamma(torch.cat(near), rows)
 
 
 @contextmanager

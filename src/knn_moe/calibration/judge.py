@@ -7,7 +7,7 @@ one example.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +44,8 @@ class Recall:
     """A layer's recall as routing will have it, but for the token's own example."""
 
     def __init__(self, cases: Cases, config: RoutingConfig) -> None:
-        self.cases = cases
+        # A γ that is given is one for all.
+        self.cases = cases if config.gamma is None else replace(cases, ratio=None)
         self.k = config.k
         self.kernel = scaled(cases.gamma, cases.router.layer, config)
         self.owner = torch.empty(0)

@@ -241,7 +241,8 @@ def _cases(model: nn.Module, memory: RoutingMemory) -> list[Cases]:
     everywhere = RoutingConfig(layers=memory.routing.layers)
     routers = routers_for(model, memory, everywhere, force=True)
     owner = owners(memory.provenance)[memory.provenance.window]
-    return [Cases.of(router, layers[router.layer], owner) for router in routers]
+    where = memory.provenance
+    return [Cases.of(router, layers[router.layer], owner, where) for router in routers]
 
 
 class _Progress:

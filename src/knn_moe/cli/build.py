@@ -79,7 +79,7 @@ def command(
     OUTPUT.partial, from which --resume goes on. --calibrate chooses η, S and the gradient on a
     sample of REFERENCE, builds with them, and goes on as `knn-moe calibrate` does, with --head as
     there. --append builds as that memory was built, and writes its cases and the new ones as one
-    memory.
+    memory of one γ; where that has several domains, the new ones are another.
     """
     from knn_moe.reference import iter_examples
     from knn_moe.storage import publish, refuse_existing
@@ -230,9 +230,14 @@ def _settings(given: dict[str, Any], earlier: RoutingMemory | None) -> BuildConf
 def _appended(
     earlier: RoutingMemory, new: RoutingMemory, output: Path, *, overwrite: bool
 ) -> RoutingMemory:
-    """Both as one memory in `output`; the folder of `new` goes when that is whole."""
+    """Both as one memory in `output`; the folder of `new` goes when that is whole.
+
+    Of one domain, as one build of both is. Of several nobody says which the new ones belong to:
+    they are a domain of their own.
+    """
+    one_gamma = earlier.provenance.num_domains == 1
     with log.status("Appending"):
-        whole = earlier.merge(new, folder=output, overwrite=overwrite)
+        whole = earlier.merge(new, folder=output, overwrite=overwrite, one_gamma=one_gamma)
     if new.folder is not None:
         shutil.rmtree(new.folder)
     if earlier.header.calibration is not None:

@@ -34,6 +34,8 @@ def command(memory: str, as_json: bool) -> None:
     if as_json:
         numbers = {"cases": len(opened), "examples": opened.provenance.num_examples}
         facts = {**opened.header.to_dict(), **numbers, "bytes": opened.nbytes}
+        if opened.provenance.num_domains > 1:
+            facts["domains"] = [{"cases": cases} for cases in opened.provenance.cases_of_domain]
         print_json({**facts, "layers": layer_facts(opened)})
         return
     print_table(memory, ("", ""), list(_facts(opened).items()))
@@ -53,6 +55,9 @@ def show_layers(memory: RoutingMemory) -> None:
         "bytes a key",
     ]
     kernels = {kernel.layer: kernel for kernel in memory.routing.kernels}
+    several = memory.provenance.num_domains > 1
+    if several:
+        columns += ["γ by domain"]
     if memory.compressed:
         columns += ["recall", "λ error"]
     if kernels:
@@ -62,6 +67,8 @@ def show_layers(memory: RoutingMemory) -> None:
         row = [layer["layer"], layer["cases"], layer["hidden_size"], layer["num_experts"]]
         row += [layer.get("index", {}).get("kind", layer["dtype"]), f"{layer['gamma']:.4g}"]
         row += [f"{layer['gamma'] ** -0.5:.4g}", f"{layer['bytes_per_case']:.1f}"]
+        if several:
+            row += [" ".join(f"{gamma:.4g}" for gamma in layer["gammas"])]
         if "quality" in layer:
             quality = layer["quality"]
             row += [f"{quality['recall']:.3f}", f"{quality['confidence_error']:.4f}"]
@@ -79,6 +86,7 @@ def kernel_cells(kernel: LayerKernel) -> list[str]:
 
 def layer_facts(memory: RoutingMemory) -> list[dict[str, Any]]:
     from knn_moe.compressed import CompressedLayer
+    from knn_moe.writer import gamma_entry
 
     facts = []
     for index, layer in memory.layers.items():
@@ -88,7 +96,7 @@ def layer_facts(memory: RoutingMemory) -> list[dict[str, Any]]:
             "hidden_size": layer.shape.hidden_size,
             "num_experts": layer.shape.num_experts,
             "dtype": str(layer.shape.dtype).removeprefix("torch."),
-            "gamma": layer.gamma,
+            **gamma_entry(layer.gamma, layer.gammas),
             "bytes_per_case": layer.nbytes / max(len(layer), 1),
         }
         if isinstance(layer, CompressedLayer):
@@ -114,6 +122,7 @@ def _facts(memory: RoutingMemory) -> dict[str, str]:
         "routers": f"{memory.base_model.architecture} {memory.base_model.fingerprint[:12]}",
         "cases per layer": f"{len(memory):,}",
         "examples": f"{memory.provenance.num_examples:,}",
+        "domains": _domains(memory),
         "size": f"{memory.nbytes / 1e6:,.1f} MB",
         "built with": _settings(header["build"]),
         "used with": _settings(routing),
@@ -121,6 +130,15 @@ def _facts(memory: RoutingMemory) -> dict[str, str]:
         "pruned": _pruning(header["pruned"]),
         "libraries": _settings(header["libraries"]),
     }
+
+
+def _domains(memory: RoutingMemory) -> str:
+    from knn_moe.card import domains_in_words
+
+    if memory.provenance.num_domains == 1:
+        return "1"
+    gammas = [layer.gammas for layer in memory.layers.values()]
+    return domains_in_words(memory.provenance.cases_of_domain, gammas)
 
 
 def _calibration(found: dict[str, Any] | None) -> str:

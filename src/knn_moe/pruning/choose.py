@@ -28,7 +28,7 @@ from knn_moe.provenance import owners
 from knn_moe.pruning.by_loss import worth_by_loss
 from knn_moe.pruning.by_values import worth_by_values
 from knn_moe.pruning.recalled import Layer
-from knn_moe.recall import layer_kernel
+from knn_moe.recall import layer_gammas, scaled
 from knn_moe.routers import Router, find_routers
 from knn_moe.similarity import SIMILARITIES
 from knn_moe.storage import refuse_existing
@@ -139,19 +139,20 @@ class _Judge:
         return worth_by_loss(self.model, self.routers, layers, readings, step)
 
     def _open(self, memory: RoutingMemory) -> dict[int, Layer]:
+        """Its layers as the whole memory's routing has them."""
         owner = self.reading.owner[memory.provenance.window]
-        similarity = SIMILARITIES[self.routing.similarity]
-        full, cpu = memory.full_layers(), torch.device("cpu")
-        return {
-            index: Layer(
+        full, routing, opened = memory.full_layers(), self.routing, {}
+        for index in self.layers:
+            gammas = layer_gammas(self.memory, index, routing, torch.device("cpu"))
+            opened[index] = Layer(
                 full[index],
                 owner,
-                layer_kernel(self.memory, index, self.routing, cpu),
-                similarity,
-                min(self.routing.k, len(memory)),
+                scaled(gammas.joint, index, routing),
+                SIMILARITIES[routing.similarity],
+                min(routing.k, len(memory)),
+                gammas.ratio(memory.provenance),
             )
-            for index in self.layers
-        }
+        return opened
 
     def _steps(self, total: int, cases: int, size: int) -> Callable[[], None]:
         done = 0

@@ -46,7 +46,7 @@ class Layer:
     """One layer's cases as routing recalls them, those of a token's own example left out.
 
     Keys and values may be mapped files: a block of keys is read at a time, and the values of the
-    cases found. Shapes: owner [M] int64, the example of each case.
+    cases found. Shapes: owner [M] int64, the example of each case; ratio [M], as LayerRecall's.
     """
 
     memory: LayerMemory
@@ -54,12 +54,15 @@ class Layer:
     kernel: Kernel
     similarity: Similarity
     k: int
+    ratio: Tensor | None = None
 
     def recall(self, inputs: Tensor, owner: Tensor) -> Recalled:
         """Shapes: inputs [T, d]; owner [T] int64."""
         keys = self.similarity.prepare(self.memory.keys)
         queries = self.similarity.prepare(inputs.to(keys.dtype))
         distance, rows = nearest_others(queries, keys, [(owner, self.owner)], self.k, inputs.device)
+        if self.ratio is not None:
+            distance = distance * self.ratio[rows].to(inputs.device)
         weigh, trust = (
             self.similarity.log(distance, torch.tensor(gamma, device=inputs.device))
             for gamma in (self.kernel.gamma, self.kernel.confidence_gamma)
