@@ -31,7 +31,7 @@ def main() -> None:
         bench = Bench.load(name, options.data, options.device)
         memories = {domain: bench.build(domain, "strong", options.sequences) for domain in DOMAINS}
         first, *others = memories.values()
-        merged = {ONE: first.merge(*others, one_gamma=True), EACH: first.merge(*others)}
+        merged = {ONE: first.merge(*others), EACH: first.merge(*others, by_domain=True)}
         rows = [
             row
             for domain in DOMAINS

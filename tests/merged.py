@@ -47,7 +47,7 @@ def dense(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> Routing
 
 @pytest.fixture(scope="module")
 def merged(sparse: RoutingMemory, dense: RoutingMemory) -> RoutingMemory:
-    return sparse.merge(dense)
+    return sparse.merge(dense, by_domain=True)
 
 
 @pytest.fixture(scope="module")

@@ -87,9 +87,9 @@ def test_far_from_the_other_domain_it_is_the_memory_alone(
     }
     away = replace(dense, layers=layers, folder=None)
     alone = logits(model, sparse, USE, ids)
-    torch.testing.assert_close(logits(model, sparse.merge(away), USE, ids), alone)
-    torch.testing.assert_close(logits(model, away.merge(sparse), USE, ids), alone)
-    blurred = logits(model, sparse.merge(away, one_gamma=True), USE, ids)
+    torch.testing.assert_close(logits(model, sparse.merge(away, by_domain=True), USE, ids), alone)
+    torch.testing.assert_close(logits(model, away.merge(sparse, by_domain=True), USE, ids), alone)
+    blurred = logits(model, sparse.merge(away, by_domain=False), USE, ids)
     assert (blurred - alone).abs().max() > 0.01
 
 
@@ -100,14 +100,14 @@ def test_one_gamma_is_that_of_all_cases(
     sparse: RoutingMemory,
     dense: RoutingMemory,
 ) -> None:
-    plain = sparse.merge(dense, one_gamma=True)
+    plain = sparse.merge(dense, by_domain=False)
     assert plain.provenance.num_domains == 1
     together = build_memory(model, tokenizer, SPARSE + DENSE, BUILD)
     for index, layer in plain.layers.items():
         assert layer.gammas == together.layers[index].gammas == ()
         assert layer.gamma == merged.layers[index].gamma
         assert layer.gamma == pytest.approx(together.layers[index].gamma, rel=1e-3)
-    assert merged.merge(one_gamma=True).layers[0].gammas == ()
+    assert merged.merge(by_domain=False).layers[0].gammas == ()
 
 
 @pytest.mark.parametrize("config", [replace(USE, gamma=0.03), replace(USE, similarity="cosine")])
@@ -119,7 +119,7 @@ def test_where_gamma_is_given_or_plays_no_part_domains_do_not_either(
     dense: RoutingMemory,
     ids: Tensor,
 ) -> None:
-    plain = sparse.merge(dense, one_gamma=True)
+    plain = sparse.merge(dense, by_domain=False)
     assert torch.equal(logits(model, merged, config, ids), logits(model, plain, config, ids))
     assert not torch.equal(logits(model, merged, USE, ids), logits(model, plain, USE, ids))
 
@@ -135,7 +135,7 @@ def test_on_unit_vectors_each_domain_has_its_own(
     found = layer_gammas(merged, 1, config, CPU).domains
     alone = [layer_gammas(memory, 1, config, CPU).joint for memory in (sparse, dense)]
     assert found == pytest.approx(alone, rel=1e-4)
-    plain = sparse.merge(dense, one_gamma=True)
+    plain = sparse.merge(dense, by_domain=False)
     one, each = (logits(model, memory, config, ids) for memory in (plain, merged))
     assert not torch.equal(one, each)
 
@@ -278,7 +278,7 @@ def test_calibration_and_pruning_recall_as_routing_does(
 def test_what_a_case_is_worth_depends_on_its_domains_kernel(
     model: PreTrainedModel, merged: RoutingMemory
 ) -> None:
-    plain = merged.merge(one_gamma=True)  # with the same γ of all cases
+    plain = merged.merge(by_domain=False)  # with the same γ of all cases
     for judge in (model, None):
         kept, other = (prune(judge, memory, 0.5).provenance.key for memory in (merged, plain))
         assert not torch.equal(kept, other)

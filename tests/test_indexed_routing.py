@@ -177,7 +177,10 @@ def test_what_is_asked_of_a_compressed_index(
         made = compress(memory, index, tmp_path / index.kind)
         for asked in (index, replace(index, rerank=False), replace(index, probes=1)):
             expected = logits(model, memory, RoutingConfig(index=asked), ids)
-            assert torch.equal(logits(model, made, RoutingConfig(index=asked), ids), expected)
+            found = logits(model, made, RoutingConfig(index=asked), ids)
+            # FAISS adds in another order with tables than without, on some machines.
+            exactly = {"rtol": 0.0, "atol": 0.0} if index.kind == "fast" else {}
+            torch.testing.assert_close(found, expected, **exactly)
 
 
 @pytest.mark.parametrize("other", [{"bits": 8}, {"value_bits": 4}, {"dims": 64}], ids=str)

@@ -22,6 +22,8 @@ from knn_moe.cli.main import main
 from knn_moe.recall import layer_gammas
 from merged import FACTOR, USE, dense, ids, merged, model, sparse, with_gamma  # noqa: F401
 
+BY_DOMAIN = "--gamma-by-domain"
+
 
 def test_saved_and_opened_it_is_the_same(
     model: PreTrainedModel, merged: RoutingMemory, ids: Tensor, tmp_path: Path
@@ -64,7 +66,7 @@ def test_merging_what_was_merged_keeps_all_domains(
     ids: Tensor,
 ) -> None:
     third = with_gamma(sparse, 0.2)
-    nested, flat = third.merge(merged), third.merge(sparse, dense)
+    nested, flat = third.merge(merged), third.merge(sparse, dense, by_domain=True)
     assert nested.provenance.cases_of_domain == [len(third), len(sparse), len(dense)]
     assert nested.layers[1].gammas == flat.layers[1].gammas
     assert nested.layers[1].gammas[2] == dense.layers[1].gamma
@@ -150,7 +152,9 @@ def folder(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPath
 
 def test_merged_and_shown(folder: Path, tmp_path: Path) -> None:
     one, two = (RoutingMemory.from_pretrained(folder / name) for name in ("one", "two"))
-    done = knn_moe("merge", folder / "one", folder / "two", "-o", tmp_path / "both", "--json")
+    done = knn_moe(
+        "merge", folder / "one", folder / "two", "-o", tmp_path / "both", "--json", BY_DOMAIN
+    )
     assert json.loads(done.stdout)["domains"] == 2
     facts = json.loads(knn_moe("inspect", tmp_path / "both", "--json").stdout)
     assert facts["domains"] == [{"cases": len(one)}, {"cases": len(two)}]
@@ -162,7 +166,7 @@ def test_merged_and_shown(folder: Path, tmp_path: Path) -> None:
     shown = knn_moe("inspect", tmp_path / "both").stdout
     assert "γ by domain" in shown
     assert f"{own[1]:.4g}" in shown
-    knn_moe("merge", folder / "one", folder / "two", "-o", tmp_path / "plain", "--one-gamma")
+    knn_moe("merge", folder / "one", folder / "two", "-o", tmp_path / "plain")
     plain = json.loads(knn_moe("inspect", tmp_path / "plain", "--json").stdout)
     assert "domains" not in plain
     assert "gammas" not in plain["layers"][0]
@@ -171,7 +175,7 @@ def test_merged_and_shown(folder: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_appended_joins_the_only_domain_or_is_another(folder: Path, tmp_path: Path) -> None:
-    knn_moe("merge", folder / "one", folder / "two", "-o", tmp_path / "both")
+    knn_moe("merge", folder / "one", folder / "two", "-o", tmp_path / "both", BY_DOMAIN)
     lines = "".join(json.dumps({"text": text}) + "\n" for text in make_texts(4, seed=3))
     (tmp_path / "more.jsonl").write_text(lines, encoding="utf8")
     grown = {}

@@ -172,12 +172,13 @@ class RoutingMemory:
         *others: RoutingMemory,
         folder: str | Path | None = None,
         overwrite: bool = False,
-        one_gamma: bool = False,
+        by_domain: bool | None = None,
     ) -> RoutingMemory:
-        """One memory of the cases of all, each of which keeps the γ of the memory it came from.
+        """One memory of the cases of all.
 
-        A memory is a domain; one that was merged brings its own ones. `one_gamma`: they are of one
-        domain, and γ is taken from their joint distances.
+        `by_domain`: each memory is a domain whose cases keep its γ, one that was merged so brings
+        its own; or γ is one, taken from their joint distances. None: as they are, by domain if any
+        of them is. What pays is in docs/pruning.md.
         What the memory says of its build and use is the first one's; what a calibration found for
         that one alone is forgotten, and its preset's routing is back.
         Streamed to `folder` and opened from there; without one, to a temporary folder that lives
@@ -195,7 +196,9 @@ class RoutingMemory:
         )
         memories = [replace(self, header=header), *others]
         provenance = concatenate([memory.provenance for memory in memories])
-        if one_gamma:
+        if by_domain is None:
+            by_domain = any(memory.provenance.num_domains > 1 for memory in memories)
+        if not by_domain:
             provenance = provenance.of_one_domain()
         known = KnownGammas(domains=_domains_of_all(memories))
         return _written(folder, memories, provenance, known=known, overwrite=overwrite)

@@ -235,9 +235,8 @@ def _appended(
     Of one domain, as one build of both is. Of several nobody says which the new ones belong to:
     they are a domain of their own.
     """
-    one_gamma = earlier.provenance.num_domains == 1
     with log.status("Appending"):
-        whole = earlier.merge(new, folder=output, overwrite=overwrite, one_gamma=one_gamma)
+        whole = earlier.merge(new, folder=output, overwrite=overwrite)
     if new.folder is not None:
         shutil.rmtree(new.folder)
     if earlier.header.calibration is not None:

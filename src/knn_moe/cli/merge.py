@@ -12,23 +12,29 @@ from knn_moe.cli.common import json_option, log, print_json
 @click.command(name="merge")
 @click.argument("memories", nargs=-1, required=True)
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="New folder.")
-@click.option("--one-gamma", is_flag=True, help="They are of one domain: one γ, computed anew.")
+@click.option(
+    "--gamma-by-domain/--one-gamma",
+    "by_domain",
+    default=None,
+    help="Each memory is a domain and keeps its γ; or one γ, computed anew. Default: one, unless "
+    "some memory has several already.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace an existing memory.")
 @json_option
 def command(
-    memories: tuple[str, ...], output: Path, one_gamma: bool, overwrite: bool, as_json: bool
+    memories: tuple[str, ...], output: Path, by_domain: bool | None, overwrite: bool, as_json: bool
 ) -> None:
-    """Make one memory of MEMORIES, which must be of one model; each is a domain and keeps its γ.
+    """Make one memory of MEMORIES, which must be of one model.
 
     \b
-    knn-moe merge medicine law -o office
-    knn-moe merge cardiology-1 cardiology-2 -o cardiology --one-gamma
+    knn-moe merge cardiology oncology -o medicine
+    knn-moe merge medicine law -o office --gamma-by-domain
     """
     from knn_moe.memory import RoutingMemory
 
     first, *others = (RoutingMemory.from_pretrained(memory) for memory in memories)
     with log.status(f"Merging {len(memories)} memories"):
-        merged = first.merge(*others, folder=output, overwrite=overwrite, one_gamma=one_gamma)
+        merged = first.merge(*others, folder=output, overwrite=overwrite, by_domain=by_domain)
     if as_json:
         facts = {"folder": str(output), "cases": len(merged), "bytes": merged.nbytes}
         print_json({**facts, "domains": merged.provenance.num_domains})
