@@ -91,6 +91,8 @@ def main() -> None:
     waiting = [Evaluation(*pair, asked.runs) for pair in product(asked.models, asked.tasks)]
     for evaluation in ended(waiting, asked):
         rows = evaluation.rows()
+        if not rows:
+            continue
         facts = {"device": device_name(asked.device), "at_once": asked.at_once, "rows": rows}
         path = asked.out / f"{evaluation.name}.json"
         path.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf8")

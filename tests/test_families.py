@@ -128,10 +128,10 @@ def test_dense_gradients_reach_experts_that_were_not_chosen(family: Family) -> N
         with frozen(model), pytest.raises(UnsupportedModelError, match="gradient='sparse'"):
             optimise_routing(model, routers, batch, dense)
         return
+    base = model(batch.ids, use_cache=False).logits
     with frozen(model):
         own = optimise_routing(model, routers, batch, start)
         better = optimise_routing(model, routers, batch, dense)
-        base = model(batch.ids, use_cache=False).logits
     for router in routers:
         moved = (better[router.layer].logits - own[router.layer].logits).abs() > 0
         assert moved.sum() > family.top_k * len(moved)

@@ -25,6 +25,7 @@ from lm_eval.tasks import TaskManager
 
 from knn_moe import (
     BuildConfig,
+    HeadConfig,
     IndexConfig,
     RoutingMemory,
     attach,
@@ -277,6 +278,17 @@ def test_a_missing_harness_names_its_cure(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delitem(sys.modules, "knn_moe.harness")
     with pytest.raises(MissingDependencyError, match=r"pip install 'knn-moe\[eval\]'"):
         importlib.import_module("knn_moe.harness")
+
+
+def test_a_control_has_no_head(remembered: str, tmp_path: Path) -> None:
+    memory = RoutingMemory.from_pretrained(remembered)
+    routing = replace(memory.routing, head=HeadConfig(k=4))
+    replace(memory, header=replace(memory.header, routing=routing)).save_pretrained(tmp_path / "m")
+    for control, has in ((None, True), ("shuffled", False)):
+        lm = KnnMoeLM("tiny-olmoe", memory=str(tmp_path / "m"), control=control, device="cpu")
+        assert lm.routing is not None
+        assert (lm.routing.config.head is not None) == has
+        lm.routing.detach()
 
 
 def test_settings_are_refused_before_the_model_is_loaded(remembered: str) -> None:

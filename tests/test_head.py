@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -23,15 +22,11 @@ from knn_moe import (
     attach,
     attach_all,
     build_memory,
-    calibrate,
     compress,
     control,
     find_routers,
 )
-from knn_moe.calibration import Calibration
-from knn_moe.calibration.head import KS, Told, likeliest
-from knn_moe.cli.main import main
-from knn_moe.errors import ConfigError, UnsupportedModelError
+from knn_moe.errors import ConfigError, RouterNotCalledError, UnsupportedModelError
 from knn_moe.next_token import mix_next
 from knn_moe.provenance import Provenance, concatenate
 
@@ -276,78 +271,82 @@ def test_a_head_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
         RoutingConfig(head="yes")  # type: ignore[arg-type]
 
 
-@pytest.fixture(scope="module")
-def chosen(model: PreTrainedModel, memory: RoutingMemory) -> Calibration:
-    return calibrate(model, memory, config=replace(QUICK, head=True))
-
-
-def test_calibration_finds_one_that_helps_on_text_that_nobody_has_seen(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-    memory: RoutingMemory,
-    chosen: Calibration,
+def test_where_nothing_is_trusted_a_head_is_refused(
+    model: PreTrainedModel, memory: RoutingMemory
 ) -> None:
-    fresh = sayings(76)[40:]
-    alone = loss(model, tokenizer, fresh)
-    calibrated = chosen.apply(memory)
-    with attach(model, calibrated):
-        both = loss(model, tokenizer, fresh)
-    with attach(model, calibrated, replace(calibrated.routing, head=None)):
-        routed = loss(model, tokenizer, fresh)
-    assert both < routed < alone
-    head = chosen.head
-    assert head is not None
-    assert head.helps
-    assert calibrated.routing.head == head.config
-    # What was promised of examples that had no part in the choice is what these gain.
-    assert both - alone == pytest.approx(head.change.difference, abs=0.3)
-    assert both - routed == pytest.approx(head.added.difference, abs=0.3)
-    assert chosen.report()["head"]["config"]["k"] in KS
+    with pytest.raises(ConfigError, match="trusts none"):
+        attach(model, memory, with_head(memory, trust=0.0))
+    with attach(model, memory, with_head(memory, None, trust=0.0)):
+        assert read(model).isfinite().all()
 
 
-def test_one_is_not_chosen_unasked(model: PreTrainedModel, memory: RoutingMemory) -> None:
-    quick = replace(QUICK, steps=2, value_rates=())
-    assert calibrate(model, memory, config=quick).routing.head is None
+def test_no_more_cases_than_there_are(model: PreTrainedModel, memory: RoutingMemory) -> None:
+    heads = (replace(HEAD, k=len(memory)), replace(HEAD, k=5 * len(memory)))
+    found = []
+    for head in heads:
+        with attach(model, memory, with_head(memory, head)):
+            found.append(read(model))
+    assert torch.equal(*found)
 
 
-def test_the_likeliest_is_found_and_chance_is_left_alone() -> None:
-    draw = torch.Generator().manual_seed(0)
-    own = torch.full((400,), -3.0)
-    distance = torch.rand(400, KS[-1], generator=draw).sort(dim=-1).values
-    line = torch.zeros(400, dtype=torch.int64)
-    never = Told(own, distance, torch.zeros_like(distance, dtype=torch.bool), line)
-    assert likeliest(never).weight == 0
-    first = torch.zeros_like(never.right)
-    first[:360, 0] = True
-    found = likeliest(never._replace(right=first))
-    assert found.k == KS[0]
-    assert found.weight == pytest.approx(0.7, abs=0.21)
-    losses = never._replace(right=first).losses(found)
-    near = distance[:1, : found.k]
-    share = torch.softmax(-near * found.gamma_scale, dim=-1)[0, 0]
-    expected = -torch.log((1 - found.weight) * own[0].exp() + found.weight * share)
-    torch.testing.assert_close(losses[0], expected)
+def test_gradients_pass_through_it(model: PreTrainedModel, memory: RoutingMemory) -> None:
+    weight = model.get_output_embeddings().weight
+    with attach(model, memory, with_head(memory)):
+        logits = model(IDS, use_cache=False).logits
+    (slope,) = torch.autograd.grad(logits[0, 3, 7], weight)
+    assert slope.abs().max() > 0
 
 
-def run(*arguments: Any) -> Any:
-    return CliRunner().invoke(main, [str(part) for part in arguments])
+def test_padding_makes_no_difference(model: PreTrainedModel, memory: RoutingMemory) -> None:
+    padded = torch.cat([torch.zeros(2, 3, dtype=IDS.dtype), IDS], dim=1)
+    mask = (torch.arange(padded.shape[1]) >= 3).long().expand(2, -1)
+    places = (mask.cumsum(dim=-1) - 1).clamp(min=0)
+    with attach(model, memory, with_head(memory)):
+        expected = read(model)
+        found = read(model, padded, attention_mask=mask, position_ids=places)[:, 3:]
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
-def test_commands(tmp_path: Path, reference: Path, saved: Path) -> None:
-    wrong = run("build", saved, reference, "-o", tmp_path / "m", "--head")
-    assert wrong.exit_code == 2
-    assert "--calibrate" in wrong.output
-    assert not (tmp_path / "m").exists()
+def test_what_a_run_left_behind_is_no_part_of_the_next(
+    model: PreTrainedModel, memory: RoutingMemory
+) -> None:
+    """The decoder run by itself, and a forward that is compiled while the call around it is not."""
+    with attach(model, memory, with_head(memory)):
+        expected = read(model)
+        with torch.no_grad():
+            model.model(IDS.flip(0), use_cache=False)
+        whole = model.forward
+        model.forward = torch.compile(whole, backend="eager")  # type: ignore[method-assign]
+        try:
+            torch.testing.assert_close(read(model), expected)
+        finally:
+            model.forward = whole  # type: ignore[method-assign]
 
 
-@pytest.fixture
-def reference(tmp_path: Path) -> Path:
-    path = tmp_path / "reference.txt"
-    path.write_text(" ".join(sayings(1)), encoding="utf8")
-    return path
+def test_a_head_that_no_logits_came_to_is_told(
+    model: PreTrainedModel, memory: RoutingMemory
+) -> None:
+    routing = attach(model, memory, with_head(memory))
+    with torch.no_grad():
+        model.forward(IDS, use_cache=False)
+    with pytest.raises(RouterNotCalledError, match="never came to the memory's head"):
+        routing.detach()
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
 
 
-@pytest.fixture
-def saved(tmp_path: Path, model: PreTrainedModel) -> Path:
-    model.save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
+def test_of_several_domains_each_is_as_near_as_its_own_says(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, plain: RoutingMemory
+) -> None:
+    """Beside a domain far away a memory's head is what it was alone."""
+    other = build_memory(model, tokenizer, make_texts(12, seed=5), BUILD)
+    layers = {
+        index: replace(layer, keys=layer.keys + 30, gamma=7 * layer.gamma)
+        for index, layer in other.full_layers().items()
+    }
+    both = plain.merge(replace(other, layers=layers, folder=None), by_domain=True)
+    assert both.layers[0].gamma != plain.layers[0].gamma
+    with attach(model, plain, with_head(plain)):
+        expected = read(model)
+    with attach(model, both, with_head(both)):
+        torch.testing.assert_close(read(model), expected)

@@ -42,7 +42,8 @@ with attach(model, memory):
 |---|---|
 | built with | preset `{build["preset"]}`, S = {build["steps"]}, η = {build["learning_rate"]}, \
 {build["gradient"]} gradient, {build["tokens"]} tokens |
-| meant to be used with | K = {routing["k"]}, {routing["similarity"]} similarity{index} |
+| meant to be used with | K = {routing["k"]}, {routing["similarity"]} similarity{index}\
+{_head(routing)} |
 {since}| base model revision | {base["revision"] or "unknown"} |
 | router fingerprint | `{base["fingerprint"][:16]}` |
 | size | {config["bytes"] / 1e6:,.1f} MB |
@@ -50,6 +51,13 @@ with attach(model, memory):
 
 It holds the tokens of its reference set: share it as you would share that text.
 """
+
+
+def _head(routing: Mapping[str, Any]) -> str:
+    head = routing.get("head")
+    return (
+        f"; a head mixes what followed into the logits, weight {head['weight']:g}" if head else ""
+    )
 
 
 def domains_in_words(cases: Sequence[int], gammas: Sequence[Sequence[float]]) -> str:

@@ -98,7 +98,7 @@ class HeadConfig:
 
     def __post_init__(self) -> None:
         _check_count("head's k", self.k, 1)
-        _check_width("head's gamma_scale", self.gamma_scale)
+        _check_width("head's gamma_scale", self.gamma_scale or 0.0)
         if not 0 <= self.weight < 1:
             raise ConfigError(
                 f"head's weight must be at least 0 and less than 1, got {self.weight}."

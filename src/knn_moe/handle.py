@@ -21,7 +21,7 @@ from knn_moe.errors import AttachError, ConfigError, MemoryMismatchError, Router
 from knn_moe.explain import Reader, explain_sequences, read_text, sequences_of
 from knn_moe.explanation import Explanation
 from knn_moe.gate import open_gate
-from knn_moe.head import install_heads, make_head
+from knn_moe.head import Head, install_heads, make_head
 from knn_moe.hooks import LayerStats, RecallHook, RouterCall, Rows, TokenMask
 from knn_moe.identity import identify
 from knn_moe.intercept import forget_compiled_graphs, hook_on, takes_top
@@ -104,6 +104,7 @@ class Handle:
     """What is on a model: hooks, which `detach` takes off again."""
 
     _mask: TokenMask
+    _heads: list[Head]
     _handles: list[RemovableHandle]
 
     def recall_hooks(self) -> Iterable[RecallHook]:
@@ -121,11 +122,21 @@ class Handle:
         self._remove()
         if self._mask.ran():
             self._check_called()
+            self._check_heads()
 
     def _remove(self) -> None:
         for handle in self._handles:
             handle.remove()
+        for hook in self.recall_hooks():
+            hook.take_read()
         self._handles = []
+
+    def _check_heads(self) -> None:
+        if any(head.hook.rows.asked and not head.ran for head in self._heads):
+            raise RouterNotCalledError(
+                "The model ran, and its logits never came to the memory's head: call the model "
+                "itself, not its forward or its decoder alone, or leave out head=."
+            )
 
     def _check_called(self) -> None:
         missed = [hook.router.name for hook in self.recall_hooks() if not hook.was_called()]
@@ -166,10 +177,10 @@ class Routing(Handle):
         self._hooks = [
             recall_hook(router, memory, config, self._mask) for router in routers if len(memory)
         ]
-        heads = make_head(self._hooks, memory, config)
+        self._heads = make_head(self._hooks, memory, config)
         forget_compiled_graphs()
         self._handles = [handle for hook in self._hooks for handle in hook.install()]
-        self._handles += install_heads(model, heads)
+        self._handles += install_heads(model, self._heads)
         self._handles += self._reading.install() + self._mask.install(self._check_called)
 
     def recall_hooks(self) -> list[RecallHook]:

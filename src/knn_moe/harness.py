@@ -65,7 +65,8 @@ class KnnMoeLM(HFLM):  # type: ignore[misc]
         if opened is not None and config is not None:
             if control is not None:
                 opened = controlled(opened, control, self.model)
-                config = replace(config, drawn=opened.routing.drawn)
+                meant = opened.routing
+                config = replace(config, drawn=meant.drawn, head=meant.head)
             self.routing = attach(self.model, opened, config)
             weakref.finalize(self, self.routing.detach).atexit = False
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from knn_moe.config import HeadConfig, RoutingConfig
-from knn_moe.errors import UnsupportedModelError
+from knn_moe.errors import ConfigError, UnsupportedModelError
 from knn_moe.hooks import RecallHook
 from knn_moe.memory import RoutingMemory
 from knn_moe.next_token import mix_next
@@ -41,6 +41,7 @@ class Head(nn.Module):
         self.hook = hook
         self.config = config
         self.k = min(config.k, hook.recall.cases)
+        self.ran = False
         self.temperature = 1 / (gamma * config.gamma_scale)
         self.register_buffer("following", following.to(hook.recall.gamma.device), persistent=False)
         hook.keeps_inputs = True
@@ -48,6 +49,7 @@ class Head(nn.Module):
     def on_output(self, output: Any, kept: Any) -> None:
         """Mix into the logits of `output`. `kept`: of which tokens there are any, as transformers'
         `logits_to_keep` says it."""
+        self.ran = True
         if self.hook.rows.nobody:
             return
         logits = getattr(output, "logits", None)
@@ -63,7 +65,6 @@ class Head(nn.Module):
             mixed = torch.where(mine.view(*logits.shape[:2], 1), mixed, logits.to(mixed.dtype))
         output.logits = mixed
 
-    @torch.no_grad()
     def mix(self, inputs: Tensor, logits: Tensor) -> Tensor:
         """Log-probabilities. Shapes: inputs [T, d]; logits [T, V] → [T, V] fp32."""
         at_once = max(1, _NUMBERS // max(logits.shape[-1], self.k * inputs.shape[-1]))
@@ -74,7 +75,8 @@ class Head(nn.Module):
 
     def _mix(self, inputs: Tensor, logits: Tensor) -> Tensor:
         recall = self.hook.recall
-        distance, rows = recall.nearest_of(inputs.to(recall.gamma.device), self.k)
+        with torch.no_grad():
+            distance, rows = recall.nearest_of(inputs.to(recall.gamma.device), self.k)
         tokens = self.following[rows]
         distance = distance.masked_fill(tokens < 0, float("inf")).to(logits.device)
         tokens = tokens.clamp(min=0).to(logits.device)
@@ -87,7 +89,7 @@ class Head(nn.Module):
         if read is not None and logits.ndim == 3 and not len(read) % batch:
             inputs = read.view(batch, -1, read.shape[-1])
             if isinstance(kept, Tensor):
-                inputs = inputs[:, kept]
+                inputs = inputs[:, kept.to(inputs.device)]
             elif kept:
                 inputs = inputs[:, -kept:]
             if inputs.shape[1] == logits.shape[1]:
@@ -103,8 +105,13 @@ def make_head(
     hooks: Sequence[RecallHook], memory: RoutingMemory, config: RoutingConfig
 ) -> list[Head]:
     """Of the last layer that is asked; none where the config has none, or nothing to mix in."""
-    if config.head is None or config.head.weight == 0 or not hooks:
+    if config.head is None or config.head.weight == 0 or not len(memory):
         return []
+    if not hooks:
+        raise ConfigError(
+            "A head recalls the cases of the last layer that is trusted, and this routing trusts "
+            "none: give a layer some trust, or leave out head=."
+        )
     hook = max(hooks, key=lambda each: each.router.layer)
     gamma = layer_gammas(memory, hook.router.layer, config, hook.router.device).joint
     return [Head(hook, memory.provenance.following, gamma, config.head)]
@@ -115,9 +122,17 @@ def install_heads(model: nn.Module, heads: Sequence[Head]) -> list[RemovableHand
     if not heads:
         return []
 
+    def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+        for head in heads:
+            head.hook.take_read()  # left by a run that did not come to its end, or not this way
+
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         for head in heads:
             head.on_output(output, kwargs.get("logits_to_keep", 0))
         return output
 
-    return [unwrap(model).register_forward_hook(after, with_kwargs=True)]
+    whole = unwrap(model)
+    return [
+        whole.register_forward_pre_hook(before),
+        whole.register_forward_hook(after, with_kwargs=True),
+    ]

@@ -138,11 +138,11 @@ class RouterHook:
 
     def take_read(self) -> Tensor | None:
         """What the last call left of its inputs, once; it may have been compiled, and this not."""
-        for state in (self.state, self._compiled):
-            read, state.read = state.read, None
-            if read is not None:
-                return read
-        return None
+        states = self.state, self._compiled
+        read = next((state.read for state in states if state.read is not None), None)
+        for state in states:
+            state.read = None
+        return read
 
     def install(self) -> list[RemovableHandle]:
         scope = self.router.scope

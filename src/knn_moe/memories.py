@@ -67,7 +67,7 @@ class Memories(Handle):
         self._rows = {name: Rows.none() for name in memories}
         self._chosen: str | list[str | None] | None = None
         self._hooks: dict[str, list[RecallHook]] = {}
-        heads: list[Head] = []
+        self._heads: list[Head] = []
         for name, memory in memories.items():
             config = configs.get(name, memory.routing)
             routers = routers_for(model, memory, config, force=force)
@@ -76,9 +76,9 @@ class Memories(Handle):
                 for router in routers
                 if len(memory)
             ]
-            heads += make_head(self._hooks[name], memory, config)
+            self._heads += make_head(self._hooks[name], memory, config)
         forget_compiled_graphs()
-        self._handles = self._install() + install_heads(model, heads)
+        self._handles = self._install() + install_heads(model, self._heads)
 
     def _install(self) -> list[RemovableHandle]:
         by_router: dict[str, list[RecallHook]] = {}

@@ -194,7 +194,9 @@ class RoutingMemory:
             pruned=_pruned_in_all((self, *others)),
             learned=any(header.learned for header in headers),
         )
-        memories = [replace(self, header=header), *others]
+        # A memory of nothing is no domain.
+        filled = [memory for memory in others if len(memory.provenance.example_of_window)]
+        memories = [replace(self, header=header), *filled]
         provenance = concatenate([memory.provenance for memory in memories])
         if by_domain is None:
             by_domain = any(memory.provenance.num_domains > 1 for memory in memories)

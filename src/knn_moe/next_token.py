@@ -32,9 +32,9 @@ def mix_next(
     none to spare in bf16. Shapes: logits [T, V]; squared_distance, tokens [T, K] → [T, V]."""
     mass, tokens = summed(shares(squared_distance, temperature), tokens)
     result = F.log_softmax(logits.float(), dim=-1)
-    result += _log_rest(squared_distance, weight)[:, None]
+    result = result + _log_rest(squared_distance, weight)[:, None]
     told = torch.logaddexp(result.gather(1, tokens), (weight * mass).log())
-    return result.scatter_(1, tokens, told)
+    return result.scatter(1, tokens, told)
 
 
 def mixed_likelihoods(

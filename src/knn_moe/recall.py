@@ -166,9 +166,10 @@ class LayerRecall(nn.Module):
     def _found(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """d² of the k nearest in the layer's γ, and their places. Shapes: [T, d] → [T, k] twice."""
         squared_distance, places = self.index.search(queries, k)
-        if self.ratio is not None:
-            squared_distance = squared_distance * self.ratio[places]
-        return squared_distance, places
+        if self.ratio is None:
+            return squared_distance, places
+        squared_distance, order = (squared_distance * self.ratio[places]).sort(dim=-1)
+        return squared_distance, places.gather(1, order)
 
     def _queries(self, inputs: Tensor) -> Tensor:
         return self.similarity.prepare(inputs.to(self.dtype))

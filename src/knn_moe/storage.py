@@ -26,8 +26,7 @@ from torch import Tensor
 
 from knn_moe.errors import MemoryFormatError
 
-FORMAT_VERSION: Final = 4  # 4 only has domains more than 3
-_ONE_DOMAIN_VERSION: Final = 3  # written where it says all: earlier versions can read it
+FORMAT_VERSION: Final = 4  # since 3: domains, and a head in the routing; 3 is read as well
 CONFIG_FILE: Final = "memory_config.json"
 TOKENS_FILE: Final = "tokens.safetensors"
 _CHUNK: Final = 1 << 24
@@ -172,8 +171,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
-    several = any("gammas" in entry for entry in config.get("layers", ()))
-    sealed = {**config, "format_version": FORMAT_VERSION if several else _ONE_DOMAIN_VERSION}
+    sealed = {**config, "format_version": FORMAT_VERSION}
     sealed["digest"] = _digest(sealed)
     text = json.dumps(sealed, indent=2, ensure_ascii=False) + "\n"
     write_whole(folder / CONFIG_FILE, text)

@@ -103,7 +103,11 @@ class Studied(NamedTuple):
     def and_then(self, more: Studied) -> Studied:
         """Both, without looking anything up again."""
         both = [
-            Neighbours([*one.rows, *other.rows], [*one.distances, *other.distances])
+            Neighbours(
+                [*one.rows, *other.rows],
+                [*one.distances, *other.distances],
+                one.tokens + other.tokens,
+            )
             for one, other in zip(self.neighbours, more.neighbours, strict=True)
         ]
         return Studied([*self.readings, *more.readings], both)

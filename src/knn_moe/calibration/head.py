@@ -76,14 +76,12 @@ def choose_head(
     following: Tensor,
     routing: RoutingConfig,
     parts: tuple[Baseline, Baseline],
-) -> HeadFound | None:
+) -> HeadFound:
     """The likeliest head on the first part, and what it is worth on the second. Shapes: following
     [M] int64, the token after each case's own, or -1."""
     choosing, judging = parts
     told = tell(model, cases, following, routing, choosing.readings)
     config = likeliest(told)
-    if config.weight == 0:
-        return None
     told = tell(model, cases, following, routing, judging.readings)
     lines = sum(len(reading.example) for reading in judging.readings)
     with_head, without = (
@@ -121,6 +119,7 @@ def tell(
     asked = [each for each in cases if routing.kernel(each.router.layer).trust > 0]
     *others, last = sorted(asked, key=lambda each: each.router.layer)
     listening = _Listening(last, routing)
+    gamma = routing.gamma or last.gamma  # as head.py has it
     recalls = [*(Recall(each, routing) for each in others), listening]
     following = following.to(last.keys.device)
     parts, lines = [], 0
@@ -129,24 +128,24 @@ def tell(
             for recall in recalls:
                 recall.owner = reading.owner
             logits, targets = next_logits(model, reading.batch)
-            parts.append(_told(logits, targets, listening, following, lines))
+            found = _told(logits, targets, listening.found, following)
+            parts.append(found._replace(distance=gamma * found.distance, line=found.line + lines))
             lines += len(reading.example)
     return Told(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def _told(
-    logits: Tensor, targets: Tensor, listening: _Listening, following: Tensor, first: int
-) -> Told:
-    """Of one reading, on the CPU. Shapes: logits [B, T - 1, V]; targets [B, T - 1]."""
+def _told(logits: Tensor, targets: Tensor, found: tuple[Tensor, Tensor], following: Tensor) -> Told:
+    """Of one reading, on the CPU, with d² as it was found. Shapes: logits [B, T - 1, V]; targets
+    [B, T - 1]; found [B·T, K] twice."""
     loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
     scored = targets != -100
-    line = torch.arange(len(targets), device=targets.device)[:, None].expand_as(targets) + first
+    line = torch.arange(len(targets), device=targets.device)[:, None].expand_as(targets)
     distance, rows = (
         part.view(len(targets), -1, part.shape[-1])[:, :-1][scored.to(part.device)]
-        for part in listening.found
+        for part in found
     )
     after = following[rows]
-    distance = (listening.cases.gamma * distance).masked_fill(after < 0, float("inf"))
+    distance = distance.masked_fill(after < 0, float("inf"))
     right = after == targets[scored].to(after.device)[:, None]
     parts = -loss[scored.flatten()], distance, right, line[scored]
     return Told(*(part.cpu() for part in parts))

@@ -95,11 +95,13 @@ def split(reference: ReferenceTokens, config: CalibrationConfig) -> Parts:
     order = torch.randperm(len(examples), generator=chance)
     count = max(_LEAST_JUDGED, round(config.held_out * len(examples)))
     chosen, judged = (torch.isin(owner, examples[part]) for part in order.split(count)[:2])
+    share = 2 * config.held_out
+    in_the_end = round(config.fit_tokens * share / (1 - share))
     return Parts(
         _draw(reference, owner, ~(chosen | judged), config.fit_tokens, chance),
         _draw(reference, owner, chosen, config.judge_tokens, chance),
         _draw(reference, owner, judged, config.judge_tokens, chance),
-        _draw(reference, owner, chosen | judged, config.fit_tokens, chance),
+        _draw(reference, owner, chosen | judged, in_the_end, chance),
     )
 
 

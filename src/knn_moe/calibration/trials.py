@@ -185,8 +185,8 @@ class Workbench:
         with self.clock.on("judged"):
             return judge(self.model, trial.cases, self.judging, trial.routing)
 
-    def choose_head(self, trial: Trial) -> HeadFound | None:
-        """For a model with its memory used so; None: nothing that followed is any help."""
+    def choose_head(self, trial: Trial) -> HeadFound:
+        """For a model with its memory used so."""
         parts = self.choosing, self.judging
         following = self.memory.provenance.following
         with self.clock.on("head"):

@@ -168,7 +168,10 @@ def show_calibration(found: Calibration) -> None:
     parts = ", ".join(f"{what} {seconds:.0f}" for what, seconds in found.seconds_by_part.items())
     log.print(f"Seconds: {parts}.")
     if not found.helps:
-        log.print("No better than the model alone, beyond chance: the memory will keep silent.")
+        log.print(
+            "No better than the model alone, beyond chance: the memory will keep silent, and have "
+            "no head."
+        )
 
 
 def _show_head(head: HeadFound) -> None:

@@ -16,6 +16,7 @@ from knn_moe.index.exact import blocks, least, product, squared_distance
 
 _QUERIES: Final = 4096  # compared at a time
 _SPARE: Final = 4  # candidates kept beyond those asked for
+_NUMBERS: Final = 1 << 26  # of keys gathered at a time
 
 
 def nearest_others(
@@ -65,11 +66,19 @@ def _nearest(
         chosen.copy_(torch.cat([chosen, place + start], dim=-1).gather(1, order))
         best.copy_(kept)
     rows = chosen.to(keys.device)
-    distance = squared_distance(queries[:, None], keys[rows].to(device))
+    distance = _true_distances(queries, keys, rows)
     distance = distance.masked_fill(~best.isfinite(), float("inf"))
     # Scores round: true distances decide, among a few more than are asked for.
     nearest, order = torch.topk(distance, min(count, distance.shape[1]), dim=-1, largest=False)
     return nearest, rows.gather(1, order.to(rows.device))
+
+
+def _true_distances(queries: Tensor, keys: Tensor, rows: Tensor) -> Tensor:
+    """Of queries to the keys of their rows, some at a time. Shapes: rows [T, k] → [T, k] fp32."""
+    at_once = max(1, _NUMBERS // (rows.shape[1] * keys.shape[1]))
+    parts = zip(queries.split(at_once), rows.split(at_once), strict=True)
+    near = [squared_distance(part[:, None], keys[place].to(part.device)) for part, place in parts]
+    return torch.cat(near) if near else queries.new_empty(rows.shape, dtype=torch.float32)
 
 
 def many_products(x: Tensor, keys: Tensor) -> Tensor:
