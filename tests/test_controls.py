@@ -151,13 +151,14 @@ class Tried:
 def tried() -> Tried:
     network, tokenizer, text = trained("tiny-qwen3"), words(), documentation()
     reference, test = ([one.completion for one in part] for part in (text.reference, text.test))
-    examples = sample_texts(tokenizer, reference, 40 * 128)
+    # Python's documentation differs between versions: enough of it that the gain does not.
+    examples = sample_texts(tokenizer, reference, 120 * 128)
     config = BuildConfig(preset="strong", max_length=128, batch_tokens=2048)
     memory = build_memory(network, tokenizer, examples, config)
     # So few cases are not to be trusted as far as the preset trusts many.
-    cautious = RoutingConfig(k=16, gamma_scale=0.3)
+    cautious = RoutingConfig(k=16, gamma_scale=1.5, confidence_scale=0.4)
     memory = replace(memory, header=replace(memory.header, routing=cautious))
-    tokens = encode(tokenizer, sample_texts(tokenizer, test, 16 * 128))
+    tokens = encode(tokenizer, sample_texts(tokenizer, test, 32 * 128))
     return Tried(network, memory, windows(tokens, 128).long())
 
 
@@ -217,7 +218,7 @@ def test_random_neighbours_of_any_index(tried: Tried, index: str) -> None:
     rows = tried.traced(drawn, config).rows
     real = tried.traced(tried.memory, replace(config, drawn=None)).rows
     assert (rows == real).sum() < 10
-    assert len(rows.unique()) > 0.25 * len(drawn)
+    assert len(rows.unique()) > 0.9 * rows.numel()  # of many more cases than were drawn
 
 
 def test_own_logits_are_what_a_build_of_no_steps_remembers(tried: Tried) -> None:
