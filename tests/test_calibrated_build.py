@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from calibrated import QUICK, cases_of, found, memory, model, sayings, study  # noqa: F401
+from calibrated import QUICK, cases_of, folders, found, knn_moe, memory, model, sayings, study  # noqa: F401
 from conftest import BUILD, family
 from knn_moe import (
     RoutingConfig,
@@ -31,7 +30,6 @@ from knn_moe.calibration.slices import Slice, own_reference, split
 from knn_moe.calibration.targets import RATES, TRUSTS, choose_targets, ranked
 from knn_moe.calibration.trials import Workbench
 from knn_moe.calibration.values import learn_values
-from knn_moe.cli.main import main
 from knn_moe.config import PRESETS
 from knn_moe.errors import (
     CalibrationError,
@@ -242,23 +240,6 @@ def test_a_memory_that_chooses_everything(
 
 
 # The command
-
-
-@pytest.fixture
-def folders(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-    memory: RoutingMemory,
-    tmp_path: Path,
-) -> tuple[Path, Path]:
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    memory.save_pretrained(tmp_path / "memory")
-    return tmp_path / "model", tmp_path / "memory"
-
-
-def knn_moe(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
 def test_the_command_writes_what_it_finds(

@@ -5,20 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from calibrated import QUICK, cases_of, loss, memory, model, sayings  # noqa: F401
+from calibrated import QUICK, cases_of, folders, knn_moe, loss, memory, model, sayings  # noqa: F401
 from conftest import BUILD, make_texts
 from knn_moe import HeadConfig, RoutingMemory, attach, build_memory, calibrate
 from knn_moe.calibration import Calibration
 from knn_moe.calibration.head import KS, Told, likeliest, tell
 from knn_moe.calibration.slices import own_reference, split
-from knn_moe.cli.main import main
 from knn_moe.provenance import owners
 
 
@@ -101,30 +98,13 @@ def test_what_is_tried_is_what_attaching_gives(
 # The commands
 
 
-def run(*arguments: Any) -> Result:
-    return CliRunner().invoke(main, [str(part) for part in arguments])
-
-
-@pytest.fixture
-def folders(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-    memory: RoutingMemory,
-    tmp_path: Path,
-) -> tuple[Path, Path]:
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    memory.save_pretrained(tmp_path / "memory")
-    return tmp_path / "model", tmp_path / "memory"
-
-
 def test_a_head_is_asked_for(folders: tuple[Path, Path]) -> None:
     network, folder = folders
     asked = ("calibrate", network, folder, "-k", 4, "--value-rate", 0.3, "--head")
-    tried = run(*asked, "--dry-run", "--json")
+    tried = knn_moe(*asked, "--dry-run", "--json")
     assert tried.exit_code == 0, tried.output
     said = json.loads(tried.stdout)
-    done = run(*asked)
+    done = knn_moe(*asked)
     assert done.exit_code == 0, done.output
     found = RoutingMemory.from_pretrained(folder)
     head = found.routing.head
@@ -132,7 +112,7 @@ def test_a_head_is_asked_for(folders: tuple[Path, Path]) -> None:
     assert said["head"]["config"] == vars(head)
     assert f"Head: {head.k} cases, weight {head.weight:g}" in done.output
     assert f"weight {head.weight:g}" in (folder / "README.md").read_text(encoding="utf8")
-    assert "head" in run("inspect", folder).stdout
+    assert "head" in knn_moe("inspect", folder).stdout
 
 
 def test_building_takes_one_only_with_calibration(
@@ -142,11 +122,11 @@ def test_building_takes_one_only_with_calibration(
     lines = "".join(json.dumps({"text": text}) + "\n" for text in sayings(40))
     (tmp_path / "reference.jsonl").write_text(lines)
     arguments = ("build", network, tmp_path / "reference.jsonl", "-o", tmp_path / "new", "--head")
-    wrong = run(*arguments)
+    wrong = knn_moe(*arguments)
     assert wrong.exit_code == 2
     assert "--calibrate" in wrong.output
     assert not (tmp_path / "new").exists()
-    done = run(*arguments, "--calibrate", "--json")
+    done = knn_moe(*arguments, "--calibrate", "--json")
     assert done.exit_code == 0, done.output
     said = json.loads(done.stdout)["calibration"]
     assert said["helps"] == (said["head"] is not None)

@@ -13,7 +13,7 @@ from knn_moe.batches import ReferenceTokens
 from knn_moe.build import BuildProgress, build_memory, fitting, reference_tokens
 from knn_moe.calibration.choose import calibrate
 from knn_moe.calibration.clock import Clock
-from knn_moe.calibration.result import Calibration, write_calibrated
+from knn_moe.calibration.result import Calibration, Candidate, write_calibrated
 from knn_moe.calibration.settings import CalibrationConfig
 from knn_moe.calibration.slices import Reading, split
 from knn_moe.calibration.targets import choose_targets
@@ -55,23 +55,10 @@ def build_calibrated(
     listed = list(iter_examples(examples))
     reference = reference_tokens(model, tokenizer, listed, config)
     readings = _sample(reference, config, calibration)
-    forget_compiled_graphs()
     clock = Clock()
-    with (
-        clock.on("ways to better logits"),
-        fitting(config, tuple(readings[0].batch.ids.shape)),
-        fast_experts(model),
-    ):
-        tried = choose_targets(
-            model,
-            find_routers(model),
-            readings,
-            config,
-            learning=bool(calibration.value_rates),
-            on_progress=lambda done, total: on_progress(
-                "trying η, S and the gradient", done, total
-            ),
-        )
+    with clock.on("ways to better logits"):
+        learning = bool(calibration.value_rates)
+        tried = _targets(model, readings, config, on_progress, learning=learning)
 
     def show(progress: BuildProgress) -> None:
         on_progress("building", progress.tokens, progress.total_tokens)
@@ -85,6 +72,29 @@ def build_calibrated(
     )
     calibrated = found.apply(memory)
     return write_calibrated(calibrated, Path(folder)) if folder else calibrated, found
+
+
+def _targets(
+    model: nn.Module,
+    readings: list[Reading],
+    config: BuildConfig,
+    on_progress: OnProgress,
+    *,
+    learning: bool,
+) -> list[Candidate]:
+    """Ways to better logits, the one to take first. `learning`: as in choose_targets."""
+    forget_compiled_graphs()
+    with fitting(config, tuple(readings[0].batch.ids.shape)), fast_experts(model):
+        return choose_targets(
+            model,
+            find_routers(model),
+            readings,
+            config,
+            learning=learning,
+            on_progress=lambda done, total: on_progress(
+                "trying η, S and the gradient", done, total
+            ),
+        )
 
 
 def _sample(

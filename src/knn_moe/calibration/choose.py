@@ -53,11 +53,7 @@ def calibrate(
     started = time.monotonic()
     config = config or CalibrationConfig()
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper would trace our hooks
-    if memory.routing.drawn is not None:
-        raise CalibrationError(
-            "This memory is a control, used with cases drawn at random: calibrate the memory it "
-            "was made from."
-        )
+    _check_no_control(memory)
     if not force:
         check_belongs(model, memory)
     reference = _reference(model, memory, examples, tokenizer)
@@ -83,6 +79,14 @@ def calibrate(
         seconds=time.monotonic() - started,
         seconds_by_part=bench.clock.seconds,
     )
+
+
+def _check_no_control(memory: RoutingMemory) -> None:
+    if memory.routing.drawn is not None:
+        raise CalibrationError(
+            "This memory is a control, used with cases drawn at random: calibrate the memory it "
+            "was made from."
+        )
 
 
 def _tried(bench: Workbench) -> _Choice:

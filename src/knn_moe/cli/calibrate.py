@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,6 +26,7 @@ _SHOWN: Final = 3  # of the ways to find better logits
 if TYPE_CHECKING:
     from knn_moe.calibration import Calibration, CalibrationConfig
     from knn_moe.calibration.head import HeadFound
+    from knn_moe.calibration.result import Candidate
 
 
 @click.command(name="calibrate")
@@ -122,16 +124,7 @@ def _require_folder(memory: Path) -> None:
 def show_calibration(found: Calibration) -> None:
     """What was tried, what was chosen for each layer, and what it is worth."""
     if found.targets:
-        ways = [
-            (
-                f"{way.learning_rate:g}{' *' if way is found.targets[0] else ''}",
-                way.steps,
-                way.gradient,
-                f"{way.loss:.4f}",
-            )
-            for way in found.targets[:_SHOWN]
-        ]
-        print_table("Ways to better logits (* taken)", ("η", "S", "gradient", "loss"), ways)
+        _show_targets(found.targets)
     tried = [
         (
             f"{trial.name} *" if trial.name == found.chosen else trial.name,
@@ -172,6 +165,19 @@ def show_calibration(found: Calibration) -> None:
             "No better than the model alone, beyond chance: the memory will keep silent, and have "
             "no head."
         )
+
+
+def _show_targets(targets: Sequence[Candidate]) -> None:
+    ways = [
+        (
+            f"{way.learning_rate:g}{' *' if way is targets[0] else ''}",
+            way.steps,
+            way.gradient,
+            f"{way.loss:.4f}",
+        )
+        for way in targets[:_SHOWN]
+    ]
+    print_table("Ways to better logits (* taken)", ("η", "S", "gradient", "loss"), ways)
 
 
 def _show_head(head: HeadFound) -> None:
