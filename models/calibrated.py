@@ -6,7 +6,8 @@
 For each model and task one `knn-moe eval` of all methods, several side by side on one device, then
 `knn-moe compare` of what they wrote: OUT/MODEL-TASK.json, with changes against the model alone,
 their intervals and the seconds each method took to prepare. What is not done after --seconds is
-ended, and the methods that were done until then are compared.
+ended, and the methods that were done until then are compared. Rows of methods that are not run
+again stay, if they are of the same model and text.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ METHODS = (
     "sft",
 )
 TASKS = ("text_medical", "text_sql", "medmcqa")
+SAME = 1e-5  # nats a token: the same sums in another order
 KNN_MOE = (sys.executable, "-c", "from knn_moe.cli.main import main; main()")
 
 
@@ -93,11 +95,23 @@ def main() -> None:
         rows = evaluation.rows()
         if not rows:
             continue
-        facts = {"device": device_name(asked.device), "at_once": asked.at_once, "rows": rows}
         path = asked.out / f"{evaluation.name}.json"
+        before = json.loads(path.read_text(encoding="utf8"))["rows"] if path.is_file() else []
+        facts = {"device": device_name(asked.device), "at_once": asked.at_once}
+        facts["rows"] = [*rows, *still_true(before, rows)]
         path.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf8")
         for row in rows:
             print(line_of(row), flush=True)
+
+
+def still_true(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of methods that were not run again. Where the model alone loses as much as it did, it is
+    the same model, and so is the text."""
+    alone = [row["nll"] for rows in (before, now) for row in rows if row["method"] == "zero-shot"]
+    if len(alone) < 2 or abs(alone[0] - alone[1]) > SAME:
+        return []
+    again = {row["method"] for row in now}
+    return [row for row in before if row["method"] not in again]
 
 
 def ended(waiting: list[Evaluation], asked: argparse.Namespace) -> Iterable[Evaluation]:

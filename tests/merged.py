@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from calibrated import sayings
+from calibrating import sayings
 from conftest import BUILD, encode, make_texts
 from indexed import meant_for, uneven
 from knn_moe import RoutingConfig, RoutingMemory, build_memory

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from calibrated import QUICK, cases_of, folders, found, knn_moe, memory, model, sayings, study  # noqa: F401
+from calibrating import QUICK, cases_of, folders, found, knn_moe, memory, model, sayings, study  # noqa: F401
 from conftest import BUILD, family
 from knn_moe import (
     RoutingConfig,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from calibrated import QUICK, cases_of, found, loss, memory, model, sayings, study  # noqa: F401
+from calibrating import QUICK, cases_of, found, loss, memory, model, sayings, study  # noqa: F401
 from conftest import BUILD, encode, family, make_texts
 from knn_moe import (
     IndexConfig,

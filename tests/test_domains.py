@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from calibrated import QUICK, cases_of
+from calibrating import QUICK, cases_of
 from conftest import BUILD
 from indexed import CPU, FAST, KINDS, logits, off, run
 from knn_moe import RoutingConfig, RoutingMemory, attach, build_memory, calibrate, compress, prune

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from calibrated import QUICK, loss, memory, model, sayings  # noqa: F401
+from calibrating import QUICK, loss, memory, model, sayings  # noqa: F401
 from conftest import BUILD, encode, family, make_texts
 from families import FAMILIES
 from knn_moe import (

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from calibrated import sayings
+from calibrating import sayings
 from conftest import BUILD, family, make_texts
 from indexed import CPU, logits
 from knn_moe import RoutingConfig, RoutingMemory, build_memory, prune

@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from calibrated import loss, sayings
+from calibrating import loss, sayings
 from conftest import BUILD, family, make_texts
 from knn_moe import (
     RoutingConfig,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import calibrated
 import publish
 from knn_moe.embedded import EMBEDDED_MODELS, embedded_model
 
@@ -32,3 +33,12 @@ def test_the_plot_is_drawn_from_every_model(tmp_path: Path) -> None:
     publish.plot_growth(tmp_path / "growth.svg")
     drawn = (tmp_path / "growth.svg").read_text(encoding="utf8")
     assert drawn.count("PolyCollection") == len(EMBEDDED_MODELS) + 1
+
+
+def test_rows_of_another_model_are_not_kept() -> None:
+    before = [{"method": "zero-shot", "nll": 3.0}, {"method": "sft", "nll": 2.5}]
+    now = [{"method": "zero-shot", "nll": 3.0}, {"method": "knn", "nll": 2.8}]
+    assert calibrated.still_true(before, now) == before[1:]
+    now[0]["nll"] = 3.01
+    assert calibrated.still_true(before, now) == []
+    assert calibrated.still_true([], now) == calibrated.still_true(before, now[1:]) == []
