@@ -51,7 +51,8 @@ class LayerCases:
         return LayerCases(self.inputs, self.logits.detach())
 
 
-AfterStep: TypeAlias = Callable[[int, dict[int, LayerCases]], None]
+AfterStep: TypeAlias = Callable[[float, int, dict[int, LayerCases]], None]
+Slopes: TypeAlias = Sequence[Tensor | None]
 
 
 class RoutingLogits:
@@ -60,14 +61,19 @@ class RoutingLogits:
     def __init__(self, router: Router) -> None:
         self.router = router
         self._inputs: Tensor | None = None
+        self._own: Tensor | None = None
         self._leaf: Tensor | None = None
 
     def __call__(self, inputs: Tensor, logits: Tensor) -> Tensor:
         if self._leaf is None:
             # The first pass is the unmodified model: its router inputs are the keys.
             self._inputs = inputs.detach()
-            self._leaf = logits.detach().float().requires_grad_()
+            self._own = self._leaf = logits.detach().float().requires_grad_()
         return self._leaf.to(logits.dtype)
+
+    def restart(self) -> None:
+        """From the router's own logits again."""
+        self._leaf = self._own
 
     @property
     def cases(self) -> LayerCases:
@@ -86,15 +92,24 @@ class RoutingLogits:
 
 
 def optimise_routing(
+    model: nn.Module, routers: list[Router], batch: TokenBatch, config: BuildConfig
+) -> dict[int, LayerCases]:
+    """(router inputs, optimised logits) of every token, by layer (§4.1)."""
+    return optimise_paths(model, routers, batch, config, [config.learning_rate])
+
+
+def optimise_paths(
     model: nn.Module,
     routers: list[Router],
     batch: TokenBatch,
     config: BuildConfig,
-    after_step: AfterStep | None = None,
+    rates: Sequence[float],
+    after_step: AfterStep = lambda rate, step, cases: None,
 ) -> dict[int, LayerCases]:
-    """(router inputs, optimised logits) of every token, by layer (§4.1).
+    """As optimise_routing, for each η of `rates`; what the last one led to. All of them begin where
+    the model is: their first steps share one backward pass.
 
-    `after_step` is handed the number of steps done and the logits they led to.
+    `after_step` is handed η, the number of steps done, and the logits they led to.
     """
     layers = [RoutingLogits(router) for router in routers]
     hooks = [
@@ -107,14 +122,25 @@ def optimise_routing(
         if config.steps == 0:
             with torch.no_grad():
                 summed_loss(model, batch)
-        for step in range(1, config.steps + 1):
-            loss = summed_loss(model, batch)
-            leaves = [layer.cases.logits for layer in layers]
-            slopes = torch.autograd.grad(loss, leaves, allow_unused=True)
-            for layer, slope in zip(layers, slopes, strict=True):
-                layer.descend(slope, config.learning_rate)
-            if after_step is not None:
-                after_step(step, {layer.router.layer: layer.cases.detached() for layer in layers})
+        first = _slopes(model, layers, batch) if config.steps else []
+        for rate in rates:
+            for layer in layers:
+                layer.restart()
+            for step in range(1, config.steps + 1):
+                slopes = first if step == 1 else _slopes(model, layers, batch)
+                for layer, slope in zip(layers, slopes, strict=True):
+                    layer.descend(slope, rate)
+                after_step(rate, step, _cases(layers))
+    return _cases(layers)
+
+
+def _slopes(model: nn.Module, layers: Sequence[RoutingLogits], batch: TokenBatch) -> Slopes:
+    loss = summed_loss(model, batch)
+    leaves = [layer.cases.logits for layer in layers]
+    return torch.autograd.grad(loss, leaves, allow_unused=True)
+
+
+def _cases(layers: Sequence[RoutingLogits]) -> dict[int, LayerCases]:
     return {layer.router.layer: layer.cases.detached() for layer in layers}
 
 

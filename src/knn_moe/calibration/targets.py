@@ -1,10 +1,11 @@
 """Choose how better logits are found, η, S and the gradient, on a sample of the reference set.
 
-Every candidate optimises the same sample; the steps of one path are candidates too. Keys do not
-depend on the candidate: neighbours are searched once, an example's own left out. What each
-candidate's values are then worth, recalled as the strong preset would, is a forward pass for each
-trust that is put in them: a sample's neighbours are farther than the whole set's will be, and what
-is worth little trust there may be worth more here.
+Every candidate optimises the same sample; the steps of one path are candidates too, and paths of
+several η have their first backward pass in common. Keys do not depend on the candidate: neighbours
+are searched once, an example's own left out. What each candidate's values are then worth, recalled
+as the strong preset would, is a forward pass for each trust that is put in them: a sample's
+neighbours are farther than the whole set's will be, and what is worth little trust there may be
+worth more here.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from knn_moe.calibration.result import Candidate
 from knn_moe.calibration.slices import Reading
 from knn_moe.config import PRESETS, BuildConfig, RoutingConfig
 from knn_moe.errors import CalibrationError, UnsupportedModelError
-from knn_moe.optimise import LayerCases, frozen, optimise_routing
+from knn_moe.optimise import LayerCases, frozen, optimise_paths
 from knn_moe.routers import Router, input_device
 
 RATES: Final = (0.1, 1.0, 5.0)  # and what lies between by stretching (kernels.py)
@@ -117,28 +118,22 @@ def _try_all(
     """All paths of one batch: dense ones of every rate, and a sparse one, which may be stretched as
     the dense are. Of a family whose experts cannot all be asked, sparse ones of every rate."""
     batch = reading.batch.to(input_device(model))
-    ways = [("dense", rate) for rate in RATES] + [("sparse", SPARSE_RATE)]
-    first = True
-    while ways:
-        gradient, rate = ways.pop(0)
 
-        def keep(
-            step: int, cases: dict[int, LayerCases], gradient: str = gradient, rate: float = rate
-        ) -> None:
+    def take(gradient: str, rates: Sequence[float]) -> dict[int, LayerCases]:
+        def keep(rate: float, step: int, cases: dict[int, LayerCases]) -> None:
             if step in STEPS:
                 sample.keep(Candidate(gradient, rate, step), cases, reading.kept)
 
-        way = replace(base, gradient=gradient, learning_rate=rate, steps=max(STEPS))
-        try:
-            cases = optimise_routing(model, routers, batch, way, keep)
-        except UnsupportedModelError:
-            if gradient == "sparse":
-                raise
-            ways = [("sparse", rate) for rate in RATES]
-            continue
-        if first:
-            sample.keep_inputs(cases)
-            first = False
+        way = replace(base, gradient=gradient, steps=max(STEPS))
+        return optimise_paths(model, routers, batch, way, rates, keep)
+
+    try:
+        cases = take("dense", RATES)
+    except UnsupportedModelError:
+        cases = take("sparse", RATES)
+    else:
+        take("sparse", [SPARSE_RATE])
+    sample.keep_inputs(cases)
 
 
 class _Near(NamedTuple):
