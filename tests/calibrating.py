@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from conftest import BUILD, VOCABULARY, encode, family
@@ -25,7 +24,6 @@ from knn_moe.calibration.fit import (
     find_neighbours,
 )
 from knn_moe.calibration.slices import own_reference, split
-from knn_moe.cli.main import main
 from knn_moe.provenance import owners
 
 QUICK = CalibrationConfig(steps=48, step_tokens=64, neighbours=(1, 4), value_rates=(0.3,))
@@ -66,10 +64,6 @@ def folders(
     tokenizer.save_pretrained(tmp_path / "model")
     memory.save_pretrained(tmp_path / "memory")
     return tmp_path / "model", tmp_path / "memory"
-
-
-def knn_moe(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
 def loss(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> float:

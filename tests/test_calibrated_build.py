@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from calibrating import QUICK, cases_of, folders, found, knn_moe, memory, model, sayings, study  # noqa: F401
+from calibrating import QUICK, cases_of, folders, found, memory, model, sayings, study  # noqa: F401
+from commands import knn_moe
 from conftest import BUILD, family
 from knn_moe import (
     RoutingConfig,

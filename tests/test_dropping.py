@@ -10,10 +10,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from commands import knn_moe
 from conftest import BUILD, family, make_texts
 from knn_moe import RoutingMemory, build_memory, prune
 from knn_moe.errors import ConfigError
-from test_pruning import knn_moe, memory, model, network, plain, said, same_cases
+from test_pruning import memory, model, network, plain, said, same_cases
 
 __all__ = ["memory", "model", "network", "plain"]  # fixtures
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from commands import assert_refused, knn_moe, memory, model, reference, save_model  # noqa: F401
 from conftest import make_texts
 from knn_moe import RoutingConfig, RoutingMemory, attach
 from knn_moe.cli.common import load_model
-from test_cli import assert_refused, knn_moe, memory, model, reference, save_model  # noqa: F401
 
 PROMPT = make_texts(1, seed=5, shortest=9, longest=9)[0]
 

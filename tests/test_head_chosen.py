@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from calibrating import QUICK, cases_of, folders, knn_moe, loss, memory, model, sayings  # noqa: F401
+from calibrating import QUICK, cases_of, folders, loss, memory, model, sayings  # noqa: F401
+from commands import knn_moe
 from conftest import BUILD, make_texts
 from knn_moe import HeadConfig, RoutingMemory, attach, build_memory, calibrate
 from knn_moe.calibration import Calibration

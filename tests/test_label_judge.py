@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
+from commands import knn_moe
 from knn_moe import label
 from knn_moe.errors import ConfigError, LabelError
 from knn_moe.labelling import EndpointJudge
 from knn_moe.labelling.endpoint import read_score
-from test_labelling import PROMPTS, QUICK, SHORT, completions, knn_moe, prompts  # noqa: F401
+from test_labelling import PROMPTS, QUICK, SHORT, completions, prompts  # noqa: F401
 from tiny import model, tokenizer  # noqa: F401
 
 KEY = "sk-a-key-that-nobody-may-see"

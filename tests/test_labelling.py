@@ -11,15 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
+from commands import knn_moe
 from conftest import family
 from knn_moe import BuildConfig, Example, LabelConfig, build_memory, label, load_examples
 from knn_moe.bench.models import number_tokenizer
-from knn_moe.cli.main import main
 from knn_moe.errors import ConfigError, LabelError, ReferenceSetError
 from knn_moe.labelling import Labelled, load_prompts, summary
 from knn_moe.labelling.agreement import majority
@@ -228,10 +227,6 @@ def test_a_share_is_kept_and_none_better_is_left(scores: list[float], keep: floa
 def test_the_summary_of_nothing_scored() -> None:
     facts = summary([Labelled(Example("a", ""), math.nan, False)])
     assert facts == {"prompts": 1, "kept": 0, "unscored": 1, "scores": {}}
-
-
-def knn_moe(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
 @pytest.fixture

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from calibrating import loss, sayings
+from commands import knn_moe
 from conftest import BUILD, family, make_texts
 from knn_moe import (
     RoutingConfig,
@@ -25,7 +26,6 @@ from knn_moe import (
     prune,
 )
 from knn_moe.calibration.slices import Slice, own_reference
-from knn_moe.cli.main import main
 from knn_moe.errors import (
     CalibrationError,
     ConfigError,
@@ -351,10 +351,6 @@ def test_its_own_examples_judge_a_pruned_memory_no_more(
 
 
 # The commands
-
-
-def knn_moe(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
 def said(result: Result) -> str:
