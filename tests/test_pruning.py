@@ -268,7 +268,6 @@ def test_of_repeats_the_worthiest_stays() -> None:
 
 
 def test_steps_are_of_about_a_half() -> None:
-    assert _sizes(1000, 1000) == []
     assert _sizes(1000, 600) == [600]
     assert _sizes(1000, 250) == [500, 250]
     assert _sizes(1000, 100) == [464, 215, 100]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
@@ -10,6 +10,7 @@ from typing import Any, Final
 from knn_moe.config import BuildConfig, RoutingConfig, as_json
 from knn_moe.identity import ModelIdentity
 
+BY_CHANCE: Final = "chance"  # how cases are pruned that no example chose
 _LIBRARIES: Final = ("knn-moe", "torch", "transformers")
 
 
@@ -26,6 +27,11 @@ class MemoryHeader:
 
     def to_dict(self) -> dict[str, Any]:
         return as_json(self)
+
+    @property
+    def impartial(self) -> bool:
+        """Whether its examples had no say in which cases were kept, nor in others' values."""
+        return not self.learned and (self.pruned is None or self.pruned["score"] == BY_CHANCE)
 
     def uncalibrated(self) -> MemoryHeader:
         """As it was built, where it was calibrated since; learned values stay."""
@@ -45,6 +51,11 @@ class MemoryHeader:
             pruned=config.get("pruned"),
             learned=config.get("learned", False),
         )
+
+
+def joined_scores(scores: Iterable[str]) -> str:
+    """Of memories that were pruned more than once, or were merged: each once."""
+    return " and ".join(dict.fromkeys(name for score in scores for name in score.split(" and ")))
 
 
 def library_versions() -> dict[str, str]:

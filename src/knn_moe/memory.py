@@ -21,7 +21,7 @@ from knn_moe import storage
 from knn_moe.compressed import CompressedLayer
 from knn_moe.config import BuildConfig, RoutingConfig
 from knn_moe.errors import ConfigError, MemoryFormatError, MemoryMismatchError
-from knn_moe.header import MemoryHeader
+from knn_moe.header import MemoryHeader, joined_scores
 from knn_moe.identity import ModelIdentity
 from knn_moe.provenance import Provenance, check_droppable, concatenate, owners
 from knn_moe.writer import (
@@ -358,7 +358,8 @@ def _pruned_in_all(memories: Sequence[RoutingMemory]) -> dict[str, Any] | None:
     if not cut:
         return None
     cases = sum((memory.header.pruned or {}).get("cases", len(memory)) for memory in memories)
-    return {**cut[0], "cases": cases, "kept": sum(map(len, memories))}
+    score = joined_scores([facts["score"] for facts in cut])
+    return {**cut[0], "cases": cases, "kept": sum(map(len, memories)), "score": score}
 
 
 def _check_mergeable(first: RoutingMemory, other: RoutingMemory) -> None:

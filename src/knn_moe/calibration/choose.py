@@ -147,16 +147,15 @@ def _reference(
 
 def _check_impartial(memory: RoutingMemory, reference: ReferenceTokens) -> None:
     """Examples that had a part in what a memory is now cannot judge it."""
-    header = memory.header
-    if not header.learned and header.pruned is None:
+    if memory.header.impartial:
         return
     if torch.isin(owners(reference.provenance), owners(memory.provenance)).any():
         how = "was pruned by what its own examples gained from it"
-        if header.learned:
+        if memory.header.learned:
             how = "has values that were fitted to its own examples"
         raise CalibrationError(
-            f"{memory!r} {how}, so they cannot judge it. Calibrate the memory as it was built, or "
-            f"give other examples."
+            f"{memory!r} {how}, so they cannot judge it. Calibrate the memory as it was built (or "
+            f"pruned by chance), or give other examples."
         )
 
 

@@ -22,6 +22,11 @@ from knn_moe.cli.common import (
 @click.argument("names", nargs=-1, required=True, metavar="[MODEL] MEMORY")
 @click.option("--keep", default=0.1, show_default=True, help="Share of the cases to keep.")
 @click.option(
+    "--by",
+    type=click.Choice(["loss", "values", "chance"]),
+    help="What a case is worth by. Default: loss with MODEL, values without.",
+)
+@click.option(
     "-o", "--output", type=click.Path(path_type=Path), help="New folder. Default: MEMORY-pruned."
 )
 @click.option("--overwrite", is_flag=True, help="Replace an existing memory.")
@@ -32,6 +37,7 @@ from knn_moe.cli.common import (
 def command(
     names: tuple[str, ...],
     keep: float,
+    by: Any,
     output: Path | None,
     overwrite: bool,
     force: bool,
@@ -44,10 +50,12 @@ def command(
     \b
     knn-moe prune ./my-model memory --keep 0.25 -o memory-small
     knn-moe prune memory --keep 0.5
+    knn-moe prune memory --keep 0.25 --by chance && knn-moe calibrate ./my-model memory-pruned
 
-    With MODEL, a case is worth what it takes off the loss of reference tokens of other examples;
-    without it, what can be told from the memory alone, which is much less. Exact repeats go
-    first. Calibrate before, not after: a pruned memory's own examples cannot judge it any more.
+    By loss, a case is worth what it takes off the loss of reference tokens of other examples; by
+    values, what can be told from the memory alone, which is much less. Exact repeats go first.
+    What examples chose they cannot judge any more: only a memory pruned by chance can be
+    calibrated on its own examples, and then keeps most.
     """
     from knn_moe.memory import RoutingMemory
     from knn_moe.pruning import prune
@@ -59,12 +67,14 @@ def command(
     target = output or _beside(source)
     refuse_existing(target, overwrite=overwrite)
     memory = RoutingMemory.from_pretrained(source)
-    network: Any = load_model(models[0], device, dtype)[0] if models else None
+    judging = models if by in (None, "loss") else []
+    network: Any = load_model(judging[0], device, dtype)[0] if judging else None
     with progress_bar("Pruning") as update:
         small = prune(
             network,
             memory,
             keep,
+            by=by,
             folder=target,
             overwrite=overwrite,
             force=force,

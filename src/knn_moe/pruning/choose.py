@@ -1,8 +1,9 @@
-"""Make a memory smaller: keep the cases that other examples gain from most.
+"""Make a memory smaller: keep the cases that other examples gain from most, or any.
 
 Exact repeats go first: of cases that read the same tokens, the worthiest stays. The rest go by what
 they are worth (by_loss.py, by_values.py), about half of them at a time: when many are gone, others
-are recalled in their place, and what those are worth is found anew. A case is kept or dropped on
+are recalled in their place, and what those are worth is found anew. Or by chance, which favours no
+example: what is left can still be calibrated on its own reference set. A case is kept or dropped on
 all layers at once.
 """
 
@@ -12,7 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from knn_moe.calibration.slices import Slice, own_reference
 from knn_moe.errors import ConfigError, PruningError
 from knn_moe.handle import check_belongs
-from knn_moe.header import MemoryHeader
+from knn_moe.header import BY_CHANCE, MemoryHeader, joined_scores
 from knn_moe.intercept import forget_compiled_graphs, hook_on
 from knn_moe.memory import RoutingMemory
 from knn_moe.provenance import owners
@@ -34,6 +35,7 @@ from knn_moe.similarity import SIMILARITIES
 from knn_moe.storage import refuse_existing
 
 OnProgress = Callable[[str, int, int], None]
+PruneBy: TypeAlias = Literal["loss", "values", "chance"]
 
 
 def prune(
@@ -41,6 +43,7 @@ def prune(
     memory: RoutingMemory,
     keep: float = 0.1,
     *,
+    by: PruneBy | None = None,
     folder: str | Path | None = None,
     overwrite: bool = False,
     force: bool = False,
@@ -48,37 +51,46 @@ def prune(
 ) -> RoutingMemory:
     """The share `keep` of the memory's cases, those that are worth most to its other examples.
 
-    With a model, a case is worth what it takes off the loss of reference tokens of other examples;
-    without one, about that, guessed from the values. Cases are recalled as the memory's own routing
-    does, by exact search. γ, kernels and what a calibration found are kept. Written to `folder` and
-    opened from there; without one, to a temporary folder that lives as long as the memory.
-    `force`: as in `attach`, for a memory of another model of the same shape.
+    By "loss", as with a model unless told otherwise, a case is worth what it takes off the loss of
+    reference tokens of other examples; by "values", as without one, about that, guessed from the
+    values; by "chance" all are worth the same: calibrate what is left. Cases are recalled as the
+    memory's own routing does, by exact search. γ, kernels and what a calibration found are kept.
+    Written to `folder` and opened from there; without one, to a temporary folder that lives as long
+    as the memory. `force`: as in `attach`, for a memory of another model of the same shape.
     """
+    by = by or ("values" if model is None else "loss")
+    _check(model, memory, keep, by)
+    if folder is not None:
+        refuse_existing(Path(folder), overwrite=overwrite)
+    rows, header = torch.arange(len(memory)), memory.header
+    count = max(1, round(keep * len(memory)))
+    if count < len(memory):
+        judge = _judge(model, memory, by, force, on_progress)
+        sizes = [count] if by == BY_CHANCE else _sizes(len(memory), count)
+        for size in sizes:
+            left = memory if len(rows) == len(memory) else memory.subset(rows)
+            rows = rows[best(judge.worth(left, size), left.provenance.prefix_hash(), size)]
+        header = _header(memory, len(rows), by, len(sizes))
+    return memory.subset(rows, header=header, folder=folder, overwrite=overwrite)
+
+
+def _check(model: nn.Module | None, memory: RoutingMemory, keep: float, by: str) -> None:
     if not 0 < keep <= 1:
         raise ConfigError(f"keep must be above 0 and at most 1, got {keep}.")
+    if by not in get_args(PruneBy):
+        raise ConfigError(f"by must be one of {', '.join(get_args(PruneBy))}, got {by!r}.")
+    if by == "loss" and model is None:
+        raise ConfigError("To prune by loss takes the model: give it, or prune by values.")
     memory.full_layers()
     if memory.routing.drawn is not None:
         raise PruningError(
             "This memory is a control, used with cases drawn at random: prune the memory it was "
             "made from."
         )
-    if folder is not None:
-        refuse_existing(Path(folder), overwrite=overwrite)
-    rows, header = torch.arange(len(memory)), memory.header
-    sizes = _sizes(len(memory), max(1, round(keep * len(memory))))
-    if sizes:
-        judge = _Judge(_plain(model), memory, force, on_progress)
-        for size in sizes:
-            left = memory if len(rows) == len(memory) else memory.subset(rows)
-            rows = rows[best(judge.worth(left, size), left.provenance.prefix_hash(), size)]
-        header = _header(memory, len(rows), judge.score, len(sizes))
-    return memory.subset(rows, header=header, folder=folder, overwrite=overwrite)
 
 
 def _sizes(cases: int, count: int) -> list[int]:
     """Down to `count`, in steps of about a half."""
-    if count >= cases:
-        return []
     rounds = max(1, round(math.log2(cases / count)))
     return [round(cases * (count / cases) ** (step / rounds)) for step in range(1, rounds + 1)]
 
@@ -94,6 +106,21 @@ def best(worth: Tensor, case: Tensor, count: int) -> Tensor:
     repeat[torch.from_numpy(first)] = False
     ranked = torch.cat([order[~repeat], order[repeat]])
     return ranked[:count].sort().values
+
+
+def _judge(
+    model: nn.Module | None, memory: RoutingMemory, by: str, force: bool, on_progress: OnProgress
+) -> _Chance | _Judge:
+    if by == BY_CHANCE:
+        return _Chance()
+    return _Judge(_plain(model) if by == "loss" else None, memory, force, on_progress)
+
+
+class _Chance:
+    """No case is worth more than another."""
+
+    def worth(self, memory: RoutingMemory, size: int) -> Tensor:
+        return torch.rand(len(memory), generator=torch.Generator().manual_seed(len(memory)))
 
 
 class _Judge:
@@ -121,10 +148,6 @@ class _Judge:
         self.routers = _routers(model, memory, self.layers, force) if model is not None else []
         windows = range(len(memory.provenance.example_of_window))
         self.reading = Slice(own_reference(memory), list(windows), owners(memory.provenance))
-
-    @property
-    def score(self) -> str:
-        return "values" if self.model is None else "loss"
 
     def worth(self, memory: RoutingMemory, size: int) -> Tensor:
         """Of each case of `memory`, of which `size` are to stay. Shape [M] fp64."""
@@ -183,7 +206,8 @@ def _plain(model: nn.Module | None) -> Any:
     return getattr(model, "_orig_mod", model)  # torch.compile's wrapper would trace our hooks
 
 
-def _header(memory: RoutingMemory, kept: int, score: str, rounds: int) -> MemoryHeader:
-    before = memory.header.pruned or {"cases": len(memory)}
+def _header(memory: RoutingMemory, kept: int, by: str, rounds: int) -> MemoryHeader:
+    before = memory.header.pruned or {"cases": len(memory), "score": by}
+    score = joined_scores([before["score"], by])
     facts = {"cases": before["cases"], "kept": kept, "score": score, "rounds": rounds}
     return replace(memory.header, pruned=facts)
