@@ -96,12 +96,13 @@ def main() -> None:
         if not rows:
             continue
         path = asked.out / f"{evaluation.name}.json"
-        before = json.loads(path.read_text(encoding="utf8"))["rows"] if path.is_file() else []
-        facts = {"device": device_name(asked.device), "at_once": asked.at_once}
-        facts["rows"] = [*rows, *still_true(before, rows)]
-        path.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf8")
+        before = json.loads(path.read_text(encoding="utf8")) if path.is_file() else []
+        where = {"device": device_name(asked.device), "at_once": asked.at_once}
         for row in rows:
+            row.update(where)
             print(line_of(row), flush=True)
+        text = json.dumps([*rows, *still_true(before, rows)], indent=1)
+        path.write_text(f"{text}\n", encoding="utf8")
 
 
 def still_true(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[dict[str, Any]]:

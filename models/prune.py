@@ -4,10 +4,11 @@
         --memories OUT --out docs/measurements/prune
 
 For each model a strong memory of medical text, pruned smaller and smaller: by the loss, by the
-values alone, at random, and at random after exact repeats; each share is cut from the one above it.
-The gain is of the validation split, which has no part in the pruning. `--anew` also tries each with
-γ computed anew. Memories are kept in OUT, and a run that was stopped goes on from them. Writes
-MODEL.json and curve.svg.
+values alone, at random, and by chance, which lets exact repeats go first; each share is cut from
+the one above it. "calibrated": what chance left is calibrated, and so is the whole. The gain is of
+the validation split, which has no part in the pruning. `--anew` also tries the others with γ
+computed anew. Memories are kept in OUT, but for calibrated ones, and a run that was stopped goes on
+from them. Writes MODEL.json and curve.svg.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from typing import Any
 import torch
 
 from audit import device_name
-from knn_moe import RoutingMemory, prune
+from knn_moe import RoutingMemory, calibrate, prune
 from knn_moe.pruning.choose import best
 from measure import Bench, common_parser, compare
 
 DOMAIN = "medical"
 SHARES = (0.5, 0.25, 0.1, 0.05)
-WAYS = ("loss", "values", "random", "repeats")
+CALIBRATED = "calibrated"
+WAYS = ("loss", "values", "random", "chance", CALIBRATED)
 WHOLE, ANEW = "whole", ", γ anew"
 
 
@@ -34,6 +36,7 @@ def main() -> None:
     parser = common_parser((__doc__ or "").splitlines()[0], windows=200)
     parser.add_argument("--memories", type=Path, required=True, help="folder for the memories")
     parser.add_argument("--ways", nargs="*", default=WAYS, choices=WAYS)
+    parser.add_argument("--shares", type=float, nargs="*", default=SHARES, choices=SHARES)
     parser.add_argument("--anew", action="store_true", help="also with γ computed anew")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -78,6 +81,9 @@ class Memories:
 
     def pruned(self, way: str, share: float) -> RoutingMemory:
         """By `way`, from the next larger share."""
+        if way == CALIBRATED:
+            thinned = self.pruned("chance", share)
+            return calibrate(self.bench.model, thinned).apply(thinned)
         if share == 1:
             return self.whole
         folder = self.folder.with_name(f"{self.folder.name}-{way}-{share}")
@@ -87,14 +93,13 @@ class Memories:
             self._cut(self.pruned(way, larger), way, size, folder)
         return RoutingMemory.from_pretrained(folder, verify=False)
 
-    def _cut(self, left: RoutingMemory, way: str, size: int, folder: Path) -> None:
-        if way in ("loss", "values"):
-            model = self.bench.model if way == "loss" else None
-            prune(model, left, size / len(left), folder=folder)
-            return
-        place = torch.searchsorted(self.whole.provenance.key, left.provenance.key)
-        case = left.provenance.prefix_hash() if way == "repeats" else torch.arange(len(left))
-        left.subset(best(self.drawn[place], case, size), folder=folder)
+    def _cut(self, left: RoutingMemory, way: Any, size: int, folder: Path) -> None:
+        if way == "random":
+            place = torch.searchsorted(self.whole.provenance.key, left.provenance.key)
+            rows = best(self.drawn[place], torch.arange(len(left)), size)
+            left.subset(rows, folder=folder)
+        else:
+            prune(self.bench.model, left, size / len(left), by=way, folder=folder)
 
 
 def curve(
@@ -103,12 +108,11 @@ def curve(
     """The rows so far, after each of them: the whole memory's, then by way and share."""
     test = bench.test(DOMAIN, options.windows)
     wanted = [(WHOLE, 1.0)]
-    wanted += [
-        (f"{way}{end}", share)
-        for end in ("", ANEW)[: 1 + options.anew]
-        for way in options.ways
-        for share in SHARES
-    ]
+    wanted += [(way, share) for way in options.ways for share in options.shares]
+    if CALIBRATED in options.ways:
+        wanted.append((CALIBRATED, 1.0))
+    if options.anew:  # what is calibrated has kernels of its own
+        wanted += [(f"{way}{ANEW}", share) for way, share in wanted[1:] if way != CALIBRATED]
     known = {(row["way"], row["keep"]) for row in rows}
     alone = bench.losses(test)
     for way, share in wanted:
@@ -139,8 +143,10 @@ def plot(folder: Path) -> None:
     )
     for axes, file in zip(panels[0], files, strict=True):
         found = json.loads(file.read_text(encoding="utf8"))
-        for way, marker in zip(WAYS, "osD^", strict=True):
-            rows = [row for row in found["rows"] if row["way"] in (WHOLE, way)]
+        for way, marker in zip(WAYS, "osD^v", strict=True):
+            begin = way if way == CALIBRATED else WHOLE
+            rows = [row for row in found["rows"] if row["way"] in (begin, way)]
+            rows.sort(key=lambda row: row["keep"])
             if len(rows) > 1:
                 shares = [row["share_of_gain"] for row in rows]
                 axes.plot([row["keep"] for row in rows], shares, marker=marker, label=way)

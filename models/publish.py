@@ -122,7 +122,7 @@ def results_table() -> str:
 def method_cell(model: str, task: str, method: str, *, seconds: bool = False) -> str:
     """The loss of zero-shot; of the others the change and half its interval, if measured."""
     path = MEASUREMENTS / "calibrated" / f"{model}-{task}.json"
-    rows = json.loads(path.read_text(encoding="utf8"))["rows"] if path.is_file() else []
+    rows = json.loads(path.read_text(encoding="utf8")) if path.is_file() else []
     row = next((row for row in rows if row["method"] == method), None)
     if row is None:
         return "-"

@@ -11,9 +11,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from calibrating import QUICK, sayings
 from commands import knn_moe
-from conftest import BUILD
+from conftest import BUILD, make_texts
 from knn_moe import RoutingMemory, build_memory, calibrate, prune
+from knn_moe.build import reference_tokens
+from knn_moe.calibration.slices import own_reference
 from knn_moe.errors import CalibrationError, ConfigError
+from knn_moe.reference import Example
 from test_pruning import folder, memory, model, network, said, same_cases  # noqa: F401
 
 
@@ -54,9 +57,25 @@ def test_its_own_examples_may_calibrate_it(
     assert found.judgement.tokens == calibrate(model, built, config=QUICK).judgement.tokens
     used = found.apply(small)
     assert len(used) == len(small)
-    if found.learned:
-        with pytest.raises(CalibrationError, match="fitted to its own examples"):
-            calibrate(model, used, config=QUICK)
+    taught = replace(used, header=replace(used.header, learned=True))
+    with pytest.raises(CalibrationError, match="fitted to its own examples"):
+        calibrate(model, taught, config=QUICK)
+
+
+def test_of_completions_what_was_dropped_is_scored_still(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    texts = [(text[: len(text) // 2], text[len(text) // 2 :]) for text in make_texts(30)]
+    examples = [Example(prompt, completion) for prompt, completion in texts]
+    config = replace(BUILD, tokens="completion", max_length=7)
+    built = build_memory(model, tokenizer, examples, config)
+    scored = own_reference(built).scored
+    assert torch.equal(scored, reference_tokens(model, tokenizer, examples, config).scored)
+    small = prune(None, built, 0.5, by="chance")
+    left = own_reference(small).scored
+    assert not (left & ~scored).any()
+    assert len(small) < 0.8 * int(left.sum())
+    assert left[small.provenance.key].all()
 
 
 @pytest.mark.parametrize("chance_first", [True, False])
@@ -83,11 +102,15 @@ def test_ways_that_are_none(memory: RoutingMemory) -> None:
 
 def test_the_command(network: Path, folder: Path, memory: RoutingMemory) -> None:
     small = folder.with_name("small")
-    done = knn_moe("prune", network, folder, "--keep", 0.5, "--by", "chance", "-o", small)
+    done = knn_moe("prune", folder, "--keep", 0.5, "--by", "chance", "-o", small)
     assert done.exit_code == 0, done.output
     assert same_cases(RoutingMemory.from_pretrained(small), prune(None, memory, 0.5, by="chance"))
     assert "by chance" in knn_moe("inspect", small).stdout
-    refused = knn_moe("prune", folder, "--by", "loss", "-o", folder.with_name("t"))
-    assert refused.exit_code == 2
-    assert "takes the model" in said(refused)
+    for names, by, message in (
+        ((folder,), "loss", "takes the model"),
+        ((network, folder), "chance", "takes no model"),
+    ):
+        refused = knn_moe("prune", *names, "--by", by, "-o", folder.with_name("t"))
+        assert refused.exit_code == 2
+        assert message in said(refused)
     assert not folder.with_name("t").exists()

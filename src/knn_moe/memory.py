@@ -359,7 +359,8 @@ def _pruned_in_all(memories: Sequence[RoutingMemory]) -> dict[str, Any] | None:
         return None
     cases = sum((memory.header.pruned or {}).get("cases", len(memory)) for memory in memories)
     score = joined_scores([facts["score"] for facts in cut])
-    return {**cut[0], "cases": cases, "kept": sum(map(len, memories)), "score": score}
+    rounds = max(facts["rounds"] for facts in cut)
+    return {"cases": cases, "kept": sum(map(len, memories)), "score": score, "rounds": rounds}
 
 
 def _check_mergeable(first: RoutingMemory, other: RoutingMemory) -> None:

@@ -119,10 +119,12 @@ def optimise_paths(
         for layer in layers
     ]
     with torch.inference_mode(False), torch.enable_grad(), installed(hooks):
-        if config.steps == 0:
+        first: Slopes = []
+        if config.steps:
+            first = _slopes(model, layers, batch)
+        else:
             with torch.no_grad():
                 summed_loss(model, batch)
-        first = _slopes(model, layers, batch) if config.steps else []
         for rate in rates:
             for layer in layers:
                 layer.restart()

@@ -21,7 +21,7 @@ from knn_moe.calibration.settings import CalibrationConfig
 from knn_moe.errors import CalibrationError
 from knn_moe.memory import RoutingMemory
 from knn_moe.optimise import TokenBatch
-from knn_moe.provenance import owners
+from knn_moe.provenance import Provenance, owners
 
 LEAST_EXAMPLES: Final = 24
 _LEAST_JUDGED: Final = 6  # that all of them gain by chance is 1 in 64
@@ -141,6 +141,16 @@ def own_reference(memory: RoutingMemory) -> ReferenceTokens:
     provenance = memory.provenance
     kept = torch.zeros(len(provenance.stream), dtype=torch.bool)
     kept[provenance.key] = True
-    scored = torch.ones_like(kept) if memory.build.tokens == "all" else kept.clone()
+    scored = torch.ones_like(kept) if memory.build.tokens == "all" else _completed(provenance)
     scored[provenance.begin[1:] - 1] = False  # a window's last token has no next one
     return ReferenceTokens(provenance, scored, kept)
+
+
+def _completed(provenance: Provenance) -> Tensor:
+    """Whether a token is in its example's completion: from the first that is a case on. Of a pruned
+    memory there may be some before that, which cannot be told. Shape [S] bool."""
+    stream = torch.arange(len(provenance.stream))
+    example = provenance.example_of_window.long()
+    first = torch.full([int(example.max()) + 1], len(stream))
+    first = first.scatter_reduce(0, provenance.example, provenance.key, "amin")
+    return stream >= first[example].repeat_interleave(provenance.begin.diff())

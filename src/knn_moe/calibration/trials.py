@@ -105,9 +105,11 @@ class Workbench:
         self.choosing = Baseline.of(model, self._lines(self.parts.choosing))
 
     def usual(self) -> Trial | None:
-        """As the memory is used now, where that can be judged here: by RBF, without a gate."""
+        """As the memory is used now, where that can be judged here: by RBF, without a gate, and not
+        as these examples may have chosen before."""
         routing = self.memory.routing
-        if routing.similarity != "rbf" or routing.gate is not None:
+        calibrated = self.memory.header.calibration is not None
+        if calibrated or routing.similarity != "rbf" or routing.gate is not None:
             return None
         return self._trial("as it was", routing, self.cases)
 

@@ -64,11 +64,12 @@ def command(
     if len(names) > 2:
         raise click.UsageError(f"Give a memory, or a model and a memory; got {' '.join(names)!r}.")
     *models, source = names
+    if models and by not in (None, "loss"):
+        raise click.UsageError(f"To prune by {by} takes no model: leave out {models[0]!r}.")
     target = output or _beside(source)
     refuse_existing(target, overwrite=overwrite)
     memory = RoutingMemory.from_pretrained(source)
-    judging = models if by in (None, "loss") else []
-    network: Any = load_model(judging[0], device, dtype)[0] if judging else None
+    network: Any = load_model(models[0], device, dtype)[0] if models else None
     with progress_bar("Pruning") as update:
         small = prune(
             network,
