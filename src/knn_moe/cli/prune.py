@@ -55,7 +55,7 @@ def command(
     By loss, a case is worth what it takes off the loss of reference tokens of other examples; by
     values, what can be told from the memory alone, which is much less. Exact repeats go first.
     What examples chose they cannot judge any more: only a memory pruned by chance can be
-    calibrated on its own examples, and then keeps most.
+    calibrated on its own examples.
     """
     from knn_moe.memory import RoutingMemory
     from knn_moe.pruning import prune
