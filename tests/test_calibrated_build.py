@@ -164,7 +164,11 @@ def test_values_may_stay(model: PreTrainedModel, memory: RoutingMemory) -> None:
     assert kept.helps
     assert kept.values is None
     assert set(kept.stretch.values()) == {1.0}
-    assert not kept.apply(memory).header.learned
+    used = kept.apply(memory)
+    assert not used.header.learned
+    # As it is used now was chosen by examples that may judge this time.
+    again = calibrate(model, used, config=replace(QUICK, value_rates=(), seed=1))
+    assert [trial.name for trial in again.trials] == ["kernels, K = 4", "kernels, K = 1"]
 
 
 @pytest.mark.parametrize("gradient", ["sparse", "dense"])
