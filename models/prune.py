@@ -5,7 +5,8 @@
 
 For each model a strong memory of medical text, pruned smaller and smaller: by the loss, by the
 values alone, at random, and by chance, which lets exact repeats go first; each share is cut from
-the one above it. "calibrated": what chance left is calibrated, and so is the whole. The gain is of
+the one above it. "calibrated": what chance left is calibrated, and so is the whole;
+"loss, then calibrated": what it would come to if examples judged what they chose. The gain is of
 the validation split, which has no part in the pruning. `--anew` also tries the others with γ
 computed anew. Memories are kept in OUT, but for calibrated ones, and a run that was stopped goes on
 from them. Writes MODEL.json and curve.svg.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,8 @@ from measure import Bench, common_parser, compare
 
 DOMAIN = "medical"
 SHARES = (0.5, 0.25, 0.1, 0.05)
-CALIBRATED = "calibrated"
-WAYS = ("loss", "values", "random", "chance", CALIBRATED)
+CALIBRATED, TOO_LATE = "calibrated", "loss, then calibrated"
+WAYS = ("loss", "values", "random", "chance", CALIBRATED, TOO_LATE)
 WHOLE, ANEW = "whole", ", γ anew"
 
 
@@ -82,8 +84,10 @@ class Memories:
     def pruned(self, way: str, share: float) -> RoutingMemory:
         """By `way`, from the next larger share."""
         if way == CALIBRATED:
-            thinned = self.pruned("chance", share)
-            return calibrate(self.bench.model, thinned).apply(thinned)
+            return self._calibrated(self.pruned("chance", share))
+        if way == TOO_LATE:  # which calibrate would refuse
+            small = self.pruned("loss", share)
+            return self._calibrated(replace(small, header=replace(small.header, pruned=None)))
         if share == 1:
             return self.whole
         folder = self.folder.with_name(f"{self.folder.name}-{way}-{share}")
@@ -92,6 +96,11 @@ class Memories:
             size = round(share * len(self.whole))
             self._cut(self.pruned(way, larger), way, size, folder)
         return RoutingMemory.from_pretrained(folder, verify=False)
+
+    def _calibrated(self, memory: RoutingMemory) -> RoutingMemory:
+        found = calibrate(self.bench.model, memory)
+        print(f"calibrated: promised {found.judgement.change.difference:+.3f}", flush=True)
+        return found.apply(memory)
 
     def _cut(self, left: RoutingMemory, way: Any, size: int, folder: Path) -> None:
         if way == "random":
@@ -112,7 +121,8 @@ def curve(
     if CALIBRATED in options.ways:
         wanted.append((CALIBRATED, 1.0))
     if options.anew:  # what is calibrated has kernels of its own
-        wanted += [(f"{way}{ANEW}", share) for way, share in wanted[1:] if way != CALIBRATED]
+        plain = [(way, share) for way, share in wanted[1:] if CALIBRATED not in way]
+        wanted += [(f"{way}{ANEW}", share) for way, share in plain]
     known = {(row["way"], row["keep"]) for row in rows}
     alone = bench.losses(test)
     for way, share in wanted:
@@ -143,7 +153,7 @@ def plot(folder: Path) -> None:
     )
     for axes, file in zip(panels[0], files, strict=True):
         found = json.loads(file.read_text(encoding="utf8"))
-        for way, marker in zip(WAYS, "osD^v", strict=True):
+        for way, marker in zip(WAYS, "osD^vx", strict=True):
             begin = way if way == CALIBRATED else WHOLE
             rows = [row for row in found["rows"] if row["way"] in (begin, way)]
             rows.sort(key=lambda row: row["keep"])

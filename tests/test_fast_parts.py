@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -21,14 +20,12 @@ from knn_moe.index.grid import (
     to_whole,
 )
 from knn_moe.index.packing import pack, unpack
-from knn_moe.index.scan import Lists
 from knn_moe.index.values import PackedValues
 from points import all_distances, clustered
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BITS = [4, 8]
 CLOSE = {"rtol": 1e-3, "atol": 1e-2}
-Scan = Callable[[Lists, Tensor, Tensor, int], Tensor]
 
 
 # Packing

@@ -18,9 +18,7 @@ from knn_moe.index.packing import pack, unpack
 from knn_moe.index.scan import BINS, NOT_FOUND, PLACE_BITS, Lists
 from points import all_distances
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BITS = [4, 8]
-CLOSE = {"rtol": 1e-3, "atol": 1e-2}
 Scan = Callable[[Lists, Tensor, Tensor, int], Tensor]
 
 

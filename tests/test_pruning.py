@@ -12,7 +12,7 @@ from click.testing import Result
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from calibrating import loss, sayings
+from calibrating import loss, model, sayings  # noqa: F401
 from commands import knn_moe
 from conftest import BUILD, family, make_texts
 from knn_moe import (
@@ -46,11 +46,6 @@ from knn_moe.recall import layer_gammas, scaled
 from knn_moe.similarity import SIMILARITIES
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return family("olmoe")
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,12 +95,8 @@ def command(
     network, tokenizer = load_model(model, device, dtype)
     if earlier is not None:
         _check_appendable(network, earlier)  # told before the work
-    examples = iter_examples(reference)
-    found = None
-    if calibrate:
-        memory, found = _build_calibrated(network, tokenizer, examples, config, target, head=head)
-    else:
-        memory = _build(network, tokenizer, examples, config, target)
+    build = partial(_build_calibrated, head=head) if calibrate else _build
+    memory, found = build(network, tokenizer, iter_examples(reference), config, target)
     if earlier is not None:
         memory = _appended(earlier, memory, output, overwrite=overwrite)
     elif target != output:
@@ -120,7 +117,7 @@ def _show(memory: RoutingMemory, found: Calibration | None, output: Path, *, as_
 
 def _build(
     model: Any, tokenizer: Any, examples: Iterable[Example], config: BuildConfig, folder: Path
-) -> RoutingMemory:
+) -> tuple[RoutingMemory, None]:
     from knn_moe.build import BuildProgress, build_memory
 
     with progress_bar("Building") as update:
@@ -130,7 +127,8 @@ def _build(
             note = f"{rate:,.0f} tokens/s" if progress.stage == "optimise" else progress.stage
             update(progress.tokens, progress.total_tokens, note)
 
-        return build_memory(model, tokenizer, examples, config, folder=folder, on_progress=show)
+        memory = build_memory(model, tokenizer, examples, config, folder=folder, on_progress=show)
+    return memory, None
 
 
 def _build_calibrated(

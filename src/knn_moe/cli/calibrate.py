@@ -75,8 +75,7 @@ def command(
 
     config = _settings(neighbours, value_rate, keep_values=keep_values, head=head)
     examples = None if reference is None else list(iter_examples(reference))
-    if not dry_run:
-        _require_folder(memory)
+    _require_folder(memory, dry_run=dry_run)
     opened = RoutingMemory.from_pretrained(memory)
     network, tokenizer = load_model(model, device, dtype)
     with progress_bar("Calibrating") as update:
@@ -91,11 +90,15 @@ def command(
         )
     if not dry_run:
         write_calibrated(found.apply(opened), memory)
+    _show(found, None if dry_run else memory, as_json=as_json)
+
+
+def _show(found: Calibration, folder: Path | None, *, as_json: bool) -> None:
     if as_json:
         print_json({"routing": found.routing.to_dict(), **found.report()})
     else:
         show_calibration(found)
-        log.print("Nothing was written." if dry_run else f"Written into {memory}.")
+        log.print("Nothing was written." if folder is None else f"Written into {folder}.")
 
 
 def _settings(
@@ -112,9 +115,9 @@ def _settings(
     return CalibrationConfig(head=head, **given | ({"value_rates": ()} if keep_values else {}))
 
 
-def _require_folder(memory: Path) -> None:
+def _require_folder(memory: Path, *, dry_run: bool) -> None:
     """Told before the work: its result would have nowhere to go."""
-    if not memory.is_dir():
+    if not dry_run and not memory.is_dir():
         raise MemoryFormatError(
             f"There is no folder {str(memory)!r} to write a calibration into: calibrate a memory "
             f"on disk, or only look, with --dry-run."

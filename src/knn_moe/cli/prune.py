@@ -61,15 +61,11 @@ def command(
     from knn_moe.pruning import prune
     from knn_moe.storage import refuse_existing
 
-    if len(names) > 2:
-        raise click.UsageError(f"Give a memory, or a model and a memory; got {' '.join(names)!r}.")
-    *models, source = names
-    if models and by not in (None, "loss"):
-        raise click.UsageError(f"To prune by {by} takes no model: leave out {models[0]!r}.")
+    model, source = _named(names, by)
     target = output or _beside(source)
     refuse_existing(target, overwrite=overwrite)
     memory = RoutingMemory.from_pretrained(source)
-    network: Any = load_model(models[0], device, dtype)[0] if models else None
+    network: Any = load_model(model, device, dtype)[0] if model else None
     with progress_bar("Pruning") as update:
         small = prune(
             network,
@@ -86,6 +82,16 @@ def command(
     else:
         sizes = f"{memory.nbytes / 1e6:,.1f} MB → {small.nbytes / 1e6:,.1f} MB"
         log.print(f"{len(memory):,} → {len(small):,} cases, {sizes} in {target}")
+
+
+def _named(names: tuple[str, ...], by: str | None) -> tuple[str | None, str]:
+    """The model, if there is one, and the memory."""
+    if len(names) > 2:
+        raise click.UsageError(f"Give a memory, or a model and a memory; got {' '.join(names)!r}.")
+    model, source = (None, *names)[-2:]
+    if model is not None and by not in (None, "loss"):
+        raise click.UsageError(f"To prune by {by} takes no model: leave out {model!r}.")
+    return model, str(source)
 
 
 def _beside(source: str) -> Path:

@@ -65,11 +65,14 @@ def prune(
     rows, header = torch.arange(len(memory)), memory.header
     count = max(1, round(keep * len(memory)))
     if count < len(memory):
-        judge = _judge(model, memory, by, force, on_progress)
-        sizes = [count] if by == BY_CHANCE else _sizes(len(memory), count)
+        worth, sizes = _drawn, [count]
+        if by != BY_CHANCE:
+            judges = _plain(model) if by == "loss" else None
+            worth = _Judge(judges, memory, force, on_progress).worth
+            sizes = _sizes(len(memory), count)
         for size in sizes:
             left = memory if len(rows) == len(memory) else memory.subset(rows)
-            rows = rows[best(judge.worth(left, size), left.provenance.prefix_hash(), size)]
+            rows = rows[best(worth(left, size), left.provenance.prefix_hash(), size)]
         header = _header(memory, len(rows), by, len(sizes))
     return memory.subset(rows, header=header, folder=folder, overwrite=overwrite)
 
@@ -108,19 +111,9 @@ def best(worth: Tensor, case: Tensor, count: int) -> Tensor:
     return ranked[:count].sort().values
 
 
-def _judge(
-    model: nn.Module | None, memory: RoutingMemory, by: str, force: bool, on_progress: OnProgress
-) -> _Chance | _Judge:
-    if by == BY_CHANCE:
-        return _Chance()
-    return _Judge(_plain(model) if by == "loss" else None, memory, force, on_progress)
-
-
-class _Chance:
-    """No case is worth more than another."""
-
-    def worth(self, memory: RoutingMemory, size: int) -> Tensor:
-        return torch.rand(len(memory), generator=torch.Generator().manual_seed(len(memory)))
+def _drawn(memory: RoutingMemory, size: int) -> Tensor:
+    """No case is worth more than another; the same draw every time. Shape [M]."""
+    return torch.rand(len(memory), generator=torch.Generator().manual_seed(len(memory)))
 
 
 class _Judge:
