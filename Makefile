@@ -42,7 +42,7 @@ bench: $(STAMP)  ## building speed, against the plain way, in one run
 	$(BIN)/knn-moe bench build
 
 publish: $(STAMP)  ## model cards, README table and plot from docs/measurements
-	$(BIN)/python models/publish.py
+	$(BIN)/python experiments/publish.py
 
 # The oldest transformers the model zoo is held to.
 OLD := .venv-oldest

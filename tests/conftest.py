@@ -18,11 +18,11 @@ if not torch.cuda.is_available():
 
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from families import FAMILIES
+from helpers.families import FAMILIES
 from knn_moe import BuildConfig, RoutingMemory, build_memory
 from knn_moe.bench.models import number_tokenizer
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "models"))  # the training scripts
+sys.path.append(str(Path(__file__).resolve().parents[1] / "experiments"))  # the training scripts
 
 VOCABULARY = 128
 BUILD = BuildConfig(learning_rate=5.0, batch_tokens=64)

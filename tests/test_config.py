@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from knn_moe.config import PRESETS, BuildConfig, LayerKernel, RoutingConfig
+from knn_moe.config import PRESETS, BuildConfig, IndexConfig, LayerKernel, RoutingConfig
 from knn_moe.errors import ConfigError
-from knn_moe.index.settings import IndexConfig
 
 
 def test_the_default_is_the_papers_setting() -> None:

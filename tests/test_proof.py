@@ -14,11 +14,11 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from helpers.slow_reference import ReferenceLayer, build_reference, run_reference
 from knn_moe import BuildConfig, RoutingConfig, RoutingMemory, attach, build_memory, find_routers
-from knn_moe.intercept import RouterHook
-from knn_moe.mixing import propose_logits
-from knn_moe.recall import Kernel, LayerRecall
-from slow_reference import ReferenceLayer, build_reference, run_reference
+from knn_moe.equations.mixing import propose_logits
+from knn_moe.recall.recall import Kernel, LayerRecall
+from knn_moe.routers.intercept import RouterHook
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 SHAPE = {

@@ -11,19 +11,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from knn_moe.build import build_memory
-    from knn_moe.calibration import build_calibrated, calibrate
-    from knn_moe.compression import compress
-    from knn_moe.config import BuildConfig, HeadConfig, RoutingConfig
-    from knn_moe.controls import control
-    from knn_moe.handle import attach
-    from knn_moe.index.settings import IndexConfig
-    from knn_moe.labelling import LabelConfig, label
-    from knn_moe.memories import attach_all
-    from knn_moe.memory import RoutingMemory
-    from knn_moe.pruning import prune
-    from knn_moe.reference import Example, load_examples
-    from knn_moe.routers import find_routers
+    from knn_moe.adapt.calibrate.build_calibrated import build_calibrated
+    from knn_moe.adapt.calibrate.calibrate import calibrate
+    from knn_moe.adapt.compress import compress
+    from knn_moe.adapt.controls import control
+    from knn_moe.adapt.prune.prune import prune
+    from knn_moe.build.build import build_memory
+    from knn_moe.config import BuildConfig, HeadConfig, IndexConfig, RoutingConfig
+    from knn_moe.inference.attach import attach
+    from knn_moe.inference.several import attach_all
+    from knn_moe.labels.config import LabelConfig
+    from knn_moe.labels.label import label
+    from knn_moe.memory.memory import RoutingMemory
+    from knn_moe.reference.examples import Example, load_examples
+    from knn_moe.routers.find import find_routers
 
 __all__ = [
     "BuildConfig",
@@ -49,23 +50,23 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "BuildConfig": "config",
-    "Example": "reference",
+    "Example": "reference.examples",
     "HeadConfig": "config",
-    "IndexConfig": "index.settings",
-    "LabelConfig": "labelling",
+    "IndexConfig": "config",
+    "LabelConfig": "labels.config",
     "RoutingConfig": "config",
-    "RoutingMemory": "memory",
-    "attach": "handle",
-    "attach_all": "memories",
-    "build_calibrated": "calibration",
-    "build_memory": "build",
-    "calibrate": "calibration",
-    "compress": "compression",
-    "control": "controls",
-    "find_routers": "routers",
-    "label": "labelling",
-    "load_examples": "reference",
-    "prune": "pruning",
+    "RoutingMemory": "memory.memory",
+    "attach": "inference.attach",
+    "attach_all": "inference.several",
+    "build_calibrated": "adapt.calibrate.build_calibrated",
+    "build_memory": "build.build",
+    "calibrate": "adapt.calibrate.calibrate",
+    "compress": "adapt.compress",
+    "control": "adapt.controls",
+    "find_routers": "routers.find",
+    "label": "labels.label",
+    "load_examples": "reference.examples",
+    "prune": "adapt.prune.prune",
 }
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from knn_moe.index import FastIndex, IndexConfig, KeyIndex
-from knn_moe.index.fast import candidates
+from knn_moe.index.fast.index import candidates
 
 _COPIED: Final = {"cuda": 1 << 31, "cpu": 1 << 28}  # bytes: more than a cache holds
 _SQUARE: Final = {"cuda": 8192, "cpu": 2048}  # rows of the matrices multiplied

@@ -14,13 +14,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from knn_moe.gamma import estimate_gamma
-from knn_moe.header import MemoryHeader
-from knn_moe.identity import identify
-from knn_moe.intercept import Callback, RouterHook
-from knn_moe.memory import LayerMemory, RoutingMemory
-from knn_moe.provenance import Provenance
-from knn_moe.routers import Router, find_routers
+from knn_moe.memory.gamma import estimate_gamma
+from knn_moe.memory.manifest import MemoryHeader
+from knn_moe.memory.memory import LayerMemory, RoutingMemory
+from knn_moe.reference.provenance import Provenance
+from knn_moe.routers.find import Router, find_routers
+from knn_moe.routers.fingerprint import identify
+from knn_moe.routers.intercept import Callback, RouterHook
 
 _CENTRES: Final = 2000
 _SPREAD: Final = 0.7  # around a centre, against one between centres

@@ -21,8 +21,8 @@ from knn_moe.bench.keys import made_up_keys, made_up_layer
 from knn_moe.config import RoutingConfig
 from knn_moe.errors import ConfigError, MissingDependencyError
 from knn_moe.index import IndexConfig, build_index
-from knn_moe.memory import LayerMemory
-from knn_moe.recall import Kernel, LayerRecall
+from knn_moe.memory.memory import LayerMemory
+from knn_moe.recall.recall import Kernel, LayerRecall
 
 EXACT: Final = IndexConfig()
 _HELD: Final = 2e8  # bytes of indexes in turn, at the least: more than a cache holds

@@ -23,9 +23,9 @@ from knn_moe.bench.models import SHAPES, random_model
 from knn_moe.bench.search import describe
 from knn_moe.config import RoutingConfig
 from knn_moe.errors import ConfigError
-from knn_moe.handle import attach
 from knn_moe.index import IndexConfig
-from knn_moe.memory import RoutingMemory
+from knn_moe.inference.attach import attach
+from knn_moe.memory.memory import RoutingMemory
 
 ALONE: Final = "model alone"
 _PROMPT: Final = 32  # tokens in the cache before the first step

@@ -12,7 +12,7 @@ from knn_moe.cli.common import device_option, json_option, log, pick_device, pri
 if TYPE_CHECKING:
     import torch
 
-    from knn_moe.bench.build import BuildBench, BuildMeasure
+    from knn_moe.bench.build_speed import BuildBench, BuildMeasure
     from knn_moe.bench.search import SearchBench, SearchMeasure
     from knn_moe.bench.steps import StepBench, StepMeasure
     from knn_moe.index import IndexConfig
@@ -82,7 +82,7 @@ def build(
 
     Weights are random: the shapes are published models', their quality is not.
     """
-    from knn_moe.bench.build import BuildBench, measure_build
+    from knn_moe.bench.build_speed import BuildBench, measure_build
     from knn_moe.config import BuildConfig
 
     place = pick_device(device)
@@ -368,7 +368,7 @@ def _retrieval_json(bench: Any, rows: list[Any]) -> None:
 
     from knn_moe.bench.floor import machine_name
     from knn_moe.bench.search import describe
-    from knn_moe.header import library_versions
+    from knn_moe.memory.manifest import library_versions
 
     settings = asdict(bench) | {"device": str(bench.device), "dtype": str(bench.dtype)}
     settings["indexes"] = [describe(index) for index in bench.indexes]

@@ -25,10 +25,10 @@ from knn_moe.cli.common import (
 from knn_moe.errors import BuildError, ConfigError
 
 if TYPE_CHECKING:
-    from knn_moe.calibration import Calibration
+    from knn_moe.adapt.calibrate.result import Calibration
     from knn_moe.config import BuildConfig
-    from knn_moe.memory import RoutingMemory
-    from knn_moe.reference import Example
+    from knn_moe.memory.memory import RoutingMemory
+    from knn_moe.reference.examples import Example
 
 
 @click.command(name="build")
@@ -82,8 +82,8 @@ def command(
     there. --append builds as that memory was built, and writes its cases and the new ones as one
     memory of one γ; where that has several domains, the new ones are another.
     """
-    from knn_moe.reference import iter_examples
-    from knn_moe.storage import publish, refuse_existing
+    from knn_moe.memory.files import publish, refuse_existing
+    from knn_moe.reference.examples import iter_examples
 
     _check_asked(append, settings, calibrate=calibrate, head=head)
     earlier = None if append is None else _open(append)
@@ -118,7 +118,7 @@ def _show(memory: RoutingMemory, found: Calibration | None, output: Path, *, as_
 def _build(
     model: Any, tokenizer: Any, examples: Iterable[Example], config: BuildConfig, folder: Path
 ) -> tuple[RoutingMemory, None]:
-    from knn_moe.build import BuildProgress, build_memory
+    from knn_moe.build.build import BuildProgress, build_memory
 
     with progress_bar("Building") as update:
 
@@ -140,7 +140,8 @@ def _build_calibrated(
     *,
     head: bool,
 ) -> tuple[RoutingMemory, Calibration]:
-    from knn_moe.calibration import CalibrationConfig, build_calibrated
+    from knn_moe.adapt.calibrate.build_calibrated import build_calibrated
+    from knn_moe.adapt.calibrate.config import CalibrationConfig
 
     with progress_bar("Building") as update:
         return build_calibrated(
@@ -177,7 +178,7 @@ def _check_asked(
 def _open(folder: Path) -> RoutingMemory:
     """The memory to append to; refused where it has no keys to compute γ from, or where values
     were fitted that the new examples would have to have a part in."""
-    from knn_moe.memory import RoutingMemory
+    from knn_moe.memory.memory import RoutingMemory
 
     memory = RoutingMemory.from_pretrained(folder)
     memory.full_layers()
@@ -191,7 +192,7 @@ def _open(folder: Path) -> RoutingMemory:
 
 def _check_appendable(model: Any, memory: RoutingMemory) -> None:
     """Of this model, and of its precision."""
-    from knn_moe.handle import check_belongs
+    from knn_moe.inference.attach import check_belongs
 
     check_belongs(model, memory)
     has = next(iter(memory.layers.values())).shape.dtype
@@ -245,8 +246,8 @@ def _appended(
 def _target(output: Path, *, resume: bool, overwrite: bool, apart: bool) -> Path:
     """The folder to build in: what is replaced stays until the new memory is whole, and what is to
     be appended is built `apart`."""
-    from knn_moe.storage import refuse_existing
-    from knn_moe.workspace import partial_folder
+    from knn_moe.build.checkpoint import partial_folder
+    from knn_moe.memory.files import refuse_existing
 
     beside = apart or (overwrite and output.exists())
     target = output.with_name(f"{output.name}.new") if beside else output

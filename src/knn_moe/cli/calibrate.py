@@ -24,9 +24,9 @@ from knn_moe.errors import ConfigError, MemoryFormatError
 _SHOWN: Final = 3  # of the ways to find better logits
 
 if TYPE_CHECKING:
-    from knn_moe.calibration import Calibration, CalibrationConfig
-    from knn_moe.calibration.head import HeadFound
-    from knn_moe.calibration.result import Candidate
+    from knn_moe.adapt.calibrate.config import CalibrationConfig
+    from knn_moe.adapt.calibrate.language_head import HeadFound
+    from knn_moe.adapt.calibrate.result import Calibration, Candidate
 
 
 @click.command(name="calibrate")
@@ -69,9 +69,10 @@ def command(
     there, beyond chance, is told to keep silent. With --head the memory also tells the next token,
     as kNN-LM does, where that helps beyond the routing.
     """
-    from knn_moe.calibration import calibrate, write_calibrated
-    from knn_moe.memory import RoutingMemory
-    from knn_moe.reference import iter_examples
+    from knn_moe.adapt.calibrate.calibrate import calibrate
+    from knn_moe.adapt.calibrate.result import write_calibrated
+    from knn_moe.memory.memory import RoutingMemory
+    from knn_moe.reference.examples import iter_examples
 
     config = _settings(neighbours, value_rate, keep_values=keep_values, head=head)
     examples = None if reference is None else list(iter_examples(reference))
@@ -104,7 +105,7 @@ def _show(found: Calibration, folder: Path | None, *, as_json: bool) -> None:
 def _settings(
     neighbours: tuple[int, ...], value_rate: tuple[float, ...], *, keep_values: bool, head: bool
 ) -> CalibrationConfig:
-    from knn_moe.calibration import CalibrationConfig
+    from knn_moe.adapt.calibrate.config import CalibrationConfig
 
     if keep_values and value_rate:
         raise ConfigError(

@@ -97,8 +97,8 @@ def load_model(name: str, device_name: str | None, dtype: str) -> tuple[Any, Any
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from knn_moe.embedded import embedded_model
-    from knn_moe.routers import find_routers
+    from knn_moe.routers.find import find_routers
+    from knn_moe.support.embedded_models import embedded_model
 
     device = pick_device(device_name)
     structure = load_structure(name)
@@ -147,7 +147,7 @@ def load_structure(name: str) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from knn_moe.embedded import EMBEDDED_MODELS, embedded_model
+    from knn_moe.support.embedded_models import EMBEDDED_MODELS, embedded_model
 
     meant = get_close_matches(name, EMBEDDED_MODELS, n=1, cutoff=0.7)
     if meant and name not in EMBEDDED_MODELS and not Path(name).exists():

@@ -14,8 +14,8 @@ from knn_moe.cli.common import json_option, log, print_json, print_table
 
 if TYPE_CHECKING:
     from knn_moe.evaluation.compare import Line
-    from knn_moe.evaluation.runs import Run
-    from knn_moe.stats import Comparison
+    from knn_moe.evaluation.store import Run
+    from knn_moe.support.statistics import Comparison
 
 _COLUMNS = ("task", "method", "n", "score %", "95 %", "change", "95 %", "p", "p (Holm)", "NLL")
 
@@ -41,7 +41,7 @@ def command(
     own loss is beside it.
     """
     from knn_moe.evaluation.compare import compare_runs
-    from knn_moe.evaluation.runs import read_runs
+    from knn_moe.evaluation.store import read_runs
 
     if latex + as_csv + as_json > 1:
         raise click.UsageError("Choose one of --json, --latex and --csv.")

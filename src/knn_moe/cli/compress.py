@@ -19,7 +19,7 @@ from knn_moe.cli.common import (
 from knn_moe.cli.inspect import layer_facts, show_layers
 
 if TYPE_CHECKING:
-    from knn_moe.memory import RoutingMemory
+    from knn_moe.memory.memory import RoutingMemory
 
 
 @click.command(name="compress")
@@ -59,10 +59,10 @@ def command(
 
     What it costs in recall and in the confidence λ is measured on a sample of the keys and kept.
     """
-    from knn_moe.compression import compress
-    from knn_moe.index.settings import IndexConfig
-    from knn_moe.memory import RoutingMemory
-    from knn_moe.storage import refuse_existing
+    from knn_moe.adapt.compress import compress
+    from knn_moe.config import IndexConfig
+    from knn_moe.memory.files import refuse_existing
+    from knn_moe.memory.memory import RoutingMemory
 
     refuse_existing(output, overwrite=overwrite)
     index = IndexConfig(**{name: value for name, value in options.items() if value is not None})

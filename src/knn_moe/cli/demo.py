@@ -27,7 +27,7 @@ from knn_moe.cli.common import (
 if TYPE_CHECKING:
     from knn_moe.demo.result import DemoResult, Passage, Score
     from knn_moe.demo.texts import DemoText
-    from knn_moe.stats import Comparison
+    from knn_moe.support.statistics import Comparison
 
 _DEMO_FILES: Final = {"paper", "strong", "report.html", "result.json"}
 
@@ -81,9 +81,9 @@ def command(
     which is wherever Python is. Builds the paper's memory and a stronger one, and compares both
     with the model alone and with a control. Takes about two minutes on two cores.
     """
-    from knn_moe.demo.run import Demo, DemoConfig
-    from knn_moe.embedded import EMBEDDED_MODELS
+    from knn_moe.demo.demo import Demo, DemoConfig
     from knn_moe.report.page import write_report
+    from knn_moe.support.embedded_models import EMBEDDED_MODELS
 
     text = _text(reference, test)
     _require_free(out)
@@ -120,7 +120,7 @@ def _text(reference: Path | None, test: Path | None) -> DemoText:
 
 def _require_free(out: Path) -> None:
     """Only an empty folder or what an earlier demo left is replaced."""
-    from knn_moe.storage import CONFIG_FILE
+    from knn_moe.memory.files import CONFIG_FILE
 
     parent = next(folder for folder in out.absolute().parents if folder.exists())
     if not parent.is_dir():

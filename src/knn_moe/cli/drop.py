@@ -29,7 +29,7 @@ def command(
     Examples are counted from 0 in the order they were read. Their keys, values and tokens are
     gone, and what was written is read again to make sure. The others keep their numbers.
     """
-    from knn_moe.memory import RoutingMemory
+    from knn_moe.memory.memory import RoutingMemory
 
     opened = RoutingMemory.from_pretrained(memory)
     with log.status("Dropping"):

@@ -20,8 +20,8 @@ from knn_moe.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from knn_moe.evaluation.run import EvalConfig
-    from knn_moe.evaluation.runs import Run
+    from knn_moe.evaluation.evaluate import EvalConfig
+    from knn_moe.evaluation.store import Run
     from knn_moe.methods import Setting
     from knn_moe.tasks.data import TaskData
 
@@ -110,7 +110,7 @@ def command(
 
 def _controls(names: tuple[str, ...]) -> list[str]:
     """The methods that these controls are."""
-    from knn_moe.controls import control_named
+    from knn_moe.adapt.controls import control_named
 
     for name in names:
         control_named(name)
@@ -120,8 +120,8 @@ def _controls(names: tuple[str, ...]) -> list[str]:
 def _evaluate(
     model: str, tasks: tuple[str, ...], methods: tuple[str, ...], output: Path, options: Any
 ) -> list[Run]:
-    from knn_moe.evaluation.run import EvalConfig, evaluate, known_facts
-    from knn_moe.evaluation.runs import RunFolder, finished_run
+    from knn_moe.evaluation.evaluate import EvalConfig, evaluate, known_facts
+    from knn_moe.evaluation.store import RunFolder, finished_run
     from knn_moe.methods import prepare, prepared_on
 
     config = EvalConfig(
@@ -170,11 +170,11 @@ def _open(
     tasks: tuple[str, ...], methods: tuple[str, ...], config: EvalConfig, options: Any
 ) -> list[TaskData]:
     """The tasks' rows. What cannot be done is told before the model loads."""
-    from knn_moe.evaluation.reference import reference_rows
     from knn_moe.index import IndexConfig
-    from knn_moe.memory import RoutingMemory
+    from knn_moe.memory.memory import RoutingMemory
     from knn_moe.methods import method_named
     from knn_moe.tasks import open_task
+    from knn_moe.tasks.reference_set import reference_rows
 
     needs = {method_named(name).needs for name in methods}
     wants_reference = "reference" in needs or ("memory" in needs and options["memory"] is None)
@@ -194,7 +194,7 @@ def _open(
 
 
 def _load(model: str, options: Any) -> tuple[Any, Any]:
-    from knn_moe.handle import check_belongs
+    from knn_moe.inference.attach import check_belongs
 
     network, tokenizer = load_model(
         model, options["device"], usual_dtype(options["device"], options["dtype"])

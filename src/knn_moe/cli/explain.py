@@ -21,8 +21,8 @@ from knn_moe.cli.common import (
 from knn_moe.errors import ConfigError
 
 if TYPE_CHECKING:
-    from knn_moe.explanation import Explanation
-    from knn_moe.handle import Routing
+    from knn_moe.explain.explanation import Explanation
+    from knn_moe.inference.attach import Routing
 
 
 @click.command(name="explain")
@@ -104,8 +104,8 @@ def _explained(
 ) -> Explanation:
     from dataclasses import replace
 
-    from knn_moe.handle import attach
-    from knn_moe.memory import RoutingMemory
+    from knn_moe.inference.attach import attach
+    from knn_moe.memory.memory import RoutingMemory
 
     opened = RoutingMemory.from_pretrained(memory)
     config = opened.routing if neighbours is None else replace(opened.routing, k=neighbours)

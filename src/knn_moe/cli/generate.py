@@ -63,8 +63,8 @@ def command(
     """
     from dataclasses import replace
 
-    from knn_moe.handle import attach
-    from knn_moe.memory import RoutingMemory
+    from knn_moe.inference.attach import attach
+    from knn_moe.memory.memory import RoutingMemory
 
     if compare and memory is None:
         raise ConfigError("--compare needs a --memory to compare with.")
@@ -92,7 +92,7 @@ def command(
 
 def _check_control(name: str, memory: str | None) -> None:
     """Told before the model loads."""
-    from knn_moe.controls import control_named
+    from knn_moe.adapt.controls import control_named
 
     control_named(name)
     if memory is None:
@@ -100,7 +100,7 @@ def _check_control(name: str, memory: str | None) -> None:
 
 
 def _controlled(memory: Any, name: str, network: Any, seed: int, *, force: bool) -> Any:
-    from knn_moe.controls import control
+    from knn_moe.adapt.controls import control
 
     return control(memory, name, network, seed=seed, force=force)
 

@@ -11,7 +11,7 @@ from knn_moe.cli.common import json_option, print_json, print_table
 
 if TYPE_CHECKING:
     from knn_moe.config import LayerKernel
-    from knn_moe.memory import RoutingMemory
+    from knn_moe.memory.memory import RoutingMemory
 
 KERNEL_COLUMNS: Final = ("γ × to weigh", "γ × for λ", "trust")
 
@@ -28,7 +28,7 @@ def command(memory: str, as_json: bool) -> None:
 
     Reads every file once and compares its checksum.
     """
-    from knn_moe.memory import RoutingMemory
+    from knn_moe.memory.memory import RoutingMemory
 
     opened = RoutingMemory.from_pretrained(memory)
     if as_json:
@@ -85,8 +85,8 @@ def kernel_cells(kernel: LayerKernel) -> list[str]:
 
 
 def layer_facts(memory: RoutingMemory) -> list[dict[str, Any]]:
-    from knn_moe.compressed import CompressedLayer
-    from knn_moe.writer import gamma_entry
+    from knn_moe.memory.compressed import CompressedLayer
+    from knn_moe.memory.writer import gamma_entry
 
     facts = []
     for index, layer in memory.layers.items():
@@ -133,7 +133,7 @@ def _facts(memory: RoutingMemory) -> dict[str, str]:
 
 
 def _domains(memory: RoutingMemory) -> str:
-    from knn_moe.card import domains_in_words
+    from knn_moe.memory.card import domains_in_words
 
     if memory.provenance.num_domains == 1:
         return "1"

@@ -19,7 +19,7 @@ from knn_moe.cli.common import (
 from knn_moe.errors import ConfigError, LabelError
 
 if TYPE_CHECKING:
-    from knn_moe.labelling import EndpointJudge
+    from knn_moe.labels.endpoint import EndpointJudge
 
 
 @click.command(name="label")
@@ -69,7 +69,9 @@ def command(
     PROMPTS is .jsonl or .jsonl.gz with "prompt" or "messages" on each line, or .txt, a prompt a
     line. Plain texts need no labels: knn-moe build takes them as they are.
     """
-    from knn_moe.labelling import LabelConfig, label, load_prompts, save_labelled, summary
+    from knn_moe.labels.config import LabelConfig
+    from knn_moe.labels.label import label, save_labelled, summary
+    from knn_moe.labels.prompts import load_prompts
 
     given = {name: value for name, value in settings.items() if value is not None}
     config = LabelConfig(**({"by": "judge"} if url else {}) | given)
@@ -90,7 +92,7 @@ def command(
 
 
 def _judge(by: str, url: str | None, name: str | None) -> EndpointJudge | None:
-    from knn_moe.labelling import EndpointJudge
+    from knn_moe.labels.endpoint import EndpointJudge
 
     if (by == "judge") != (url is not None):
         raise ConfigError(f"--by judge and --judge URL go together, got --by {by}.")

@@ -30,7 +30,7 @@ def command(
     knn-moe merge cardiology oncology -o medicine
     knn-moe merge medicine law -o office --gamma-by-domain
     """
-    from knn_moe.memory import RoutingMemory
+    from knn_moe.memory.memory import RoutingMemory
 
     first, *others = (RoutingMemory.from_pretrained(memory) for memory in memories)
     with log.status(f"Merging {len(memories)} memories"):

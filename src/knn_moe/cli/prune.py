@@ -57,9 +57,9 @@ def command(
     What examples chose they cannot judge any more: only a memory pruned by chance can be
     calibrated on its own examples.
     """
-    from knn_moe.memory import RoutingMemory
-    from knn_moe.pruning import prune
-    from knn_moe.storage import refuse_existing
+    from knn_moe.adapt.prune.prune import prune
+    from knn_moe.memory.files import refuse_existing
+    from knn_moe.memory.memory import RoutingMemory
 
     model, source = _named(names, by)
     target = output or _beside(source)

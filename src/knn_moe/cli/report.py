@@ -25,7 +25,7 @@ def command(runs: Path, output: Path, against: str) -> None:
     \b
     knn-moe report runs -o report.html
     """
-    from knn_moe.evaluation.runs import read_runs
+    from knn_moe.evaluation.store import read_runs
     from knn_moe.report.page import write_page
     from knn_moe.report.runs import render_runs
 

@@ -71,9 +71,9 @@ def command(
         return
     if not tables or output is None:
         raise click.UsageError("Needs a TABLE, or all, and -o FOLDER; or --list.")
-    from knn_moe.reproduce.run import chosen_tables, reproduce
+    from knn_moe.reproduce.reproduce import chosen_tables, reproduce
     from knn_moe.reproduce.study import Study
-    from knn_moe.routers import find_routers
+    from knn_moe.routers.find import find_routers
 
     names, plan = chosen_tables(tables), _plan(options)
     device = pick_device(options["device"])
@@ -128,7 +128,7 @@ def _plan(options: Any) -> Plan:
 
 
 def _show(as_json: bool) -> None:
-    from knn_moe.reproduce.run import TABLES
+    from knn_moe.reproduce.reproduce import TABLES
 
     rows = [(name, entry.title, entry.where) for name, entry in TABLES.items()]
     if as_json:

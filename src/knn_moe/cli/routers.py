@@ -19,7 +19,7 @@ def command(model: str, as_json: bool) -> None:
 
     Only the config is read; no weights are loaded.
     """
-    from knn_moe.routers import find_routers
+    from knn_moe.routers.find import find_routers
 
     found = find_routers(load_structure(model))
     fields = ("layer", "name", "num_experts", "top_k", "hidden_size")

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from knn_moe.demo.result import ExpertUse, Score, Tercile
 from knn_moe.demo.texts import TestSet
-from knn_moe.handle import attach
-from knn_moe.hooks import LayerStats
-from knn_moe.likelihood import TokenLosses, continuation_scores, token_losses
-from knn_moe.memory import RoutingMemory
-from knn_moe.stats import Comparison, paired_bootstrap
-from knn_moe.usage import count_experts
+from knn_moe.inference.attach import attach
+from knn_moe.inference.expert_usage import count_experts
+from knn_moe.inference.hooks import LayerStats
+from knn_moe.memory.memory import RoutingMemory
+from knn_moe.support.statistics import Comparison, paired_bootstrap
+from knn_moe.tasks.likelihood import TokenLosses, continuation_scores, token_losses
 
 _BATCH: Final = 8  # windows read together
 _THIRDS: Final = ("easiest third", "middle third", "hardest third")

@@ -12,10 +12,10 @@ from torch import Tensor
 from knn_moe.demo.measure import Measured
 from knn_moe.demo.result import Passage, PassageToken
 from knn_moe.demo.texts import TestSet
-from knn_moe.explain import Reader
-from knn_moe.handle import attach
-from knn_moe.memory import RoutingMemory
-from knn_moe.trace import LayerTrace, trace
+from knn_moe.explain.explain import Reader
+from knn_moe.explain.trace import LayerTrace, trace
+from knn_moe.inference.attach import attach
+from knn_moe.memory.memory import RoutingMemory
 
 _LENGTH: Final = 128  # tokens of a passage
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from knn_moe.explanation import RecalledCase
-from knn_moe.stats import Comparison
+from knn_moe.explain.explanation import RecalledCase
+from knn_moe.support.statistics import Comparison
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from knn_moe.errors import ReferenceSetError
-from knn_moe.reference import Example, load_examples, tokenise
+from knn_moe.reference.examples import Example, load_examples, tokenise
 
 CHOICES: Final = 4
 _CONTEXT: Final = 48  # tokens before a choice

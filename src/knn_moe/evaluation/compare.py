@@ -13,9 +13,17 @@ from operator import attrgetter
 from typing import Any, Final
 
 from knn_moe.errors import RunError
-from knn_moe.evaluation.runs import Run
-from knn_moe.evaluation.sample import Sample
-from knn_moe.stats import Accuracy, Comparison, accuracy, by_tercile, holm, paired_bootstrap, pooled
+from knn_moe.evaluation.store import Run
+from knn_moe.support.statistics import (
+    Accuracy,
+    Comparison,
+    accuracy,
+    by_tercile,
+    holm,
+    paired_bootstrap,
+    pooled,
+)
+from knn_moe.tasks.sample import Sample
 from knn_moe.tasks.task import TEXT
 
 AVERAGE: Final = "Avg."

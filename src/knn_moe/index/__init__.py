@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from knn_moe.config import INDEXES, IndexConfig
 from knn_moe.index.exact import ExactIndex
-from knn_moe.index.fast import FastIndex
+from knn_moe.index.fast.index import FastIndex
 from knn_moe.index.protocol import KeyIndex
-from knn_moe.index.settings import INDEXES, IndexConfig
 
 __all__ = [
     "INDEXES",

@@ -23,10 +23,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from knn_moe.config import IndexConfig
 from knn_moe.errors import MemoryFormatError, MissingDependencyError
 from knn_moe.index.exact import blocks, squared_distance
-from knn_moe.index.grid import Correction, fit_correction, principal_axes
-from knn_moe.index.settings import IndexConfig
+from knn_moe.index.fast.grid import Correction, fit_correction, principal_axes
 
 _SAMPLE: Final = 1 << 16  # rows that IVFPQ is trained on
 _ROWS_A_LIST: Final = 39  # below which FAISS calls the training of a list unsound

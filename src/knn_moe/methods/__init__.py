@@ -3,7 +3,7 @@
 from knn_moe.methods.knn_moe import KnnMoe
 from knn_moe.methods.method import Method, ZeroShot
 from knn_moe.methods.registry import METHODS, Prepared, method_named, prepare, prepared_on
-from knn_moe.methods.setting import Setting
+from knn_moe.methods.task_context import Setting
 
 __all__ = [
     "METHODS",

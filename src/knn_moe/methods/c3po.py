@@ -28,14 +28,14 @@ import torch
 from torch import Tensor, nn
 
 from knn_moe.errors import ConfigError
-from knn_moe.evaluation.answers import Answer
-from knn_moe.evaluation.questions import Question
-from knn_moe.evaluation.sample import Sample
 from knn_moe.methods.c3po_reference import C3poConfig, Reference, successes
 from knn_moe.methods.method import Method
 from knn_moe.methods.pathways import Tail, last_layers
-from knn_moe.methods.setting import Setting
-from knn_moe.optimise import frozen
+from knn_moe.methods.task_context import Setting
+from knn_moe.routers.model_state import frozen
+from knn_moe.tasks.answers import Answer
+from knn_moe.tasks.questions import Question
+from knn_moe.tasks.sample import Sample
 
 _TOGETHER: Final = 16  # questions whose ω are sought at a time, unless a batch has more
 

@@ -14,14 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from knn_moe.errors import ConfigError
-from knn_moe.evaluation import questions as q
-from knn_moe.evaluation.answers import by_generation, by_likelihood
-from knn_moe.evaluation.questions import Question
 from knn_moe.methods.pathways import Halted, Tail, last_layers
-from knn_moe.methods.setting import Setting
-from knn_moe.optimise import frozen
-from knn_moe.reference import Example, tokenise
-from knn_moe.routers import input_device, unwrap
+from knn_moe.methods.task_context import Setting
+from knn_moe.reference.examples import Example, tokenise
+from knn_moe.routers.model_state import frozen, input_device, unwrap
+from knn_moe.tasks import questions as q
+from knn_moe.tasks.answers import by_generation, by_likelihood
+from knn_moe.tasks.questions import Question
 from knn_moe.tasks.task import GENERATION, LIKELIHOOD, TEXT, Kind
 
 OWN: Final = "own"  # the model's own input embeddings

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from knn_moe.calibration import CalibrationConfig, build_calibrated
-from knn_moe.memory import RoutingMemory
+from knn_moe.adapt.calibrate.build_calibrated import build_calibrated
+from knn_moe.adapt.calibrate.config import CalibrationConfig
+from knn_moe.memory.memory import RoutingMemory
 from knn_moe.methods.knn_lm import Together, prepare_knn_lm
 from knn_moe.methods.knn_moe import KnnMoe
-from knn_moe.methods.setting import Setting
+from knn_moe.methods.task_context import Setting
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from knn_moe.controls import control
+from knn_moe.adapt.controls import control
 from knn_moe.methods.knn_moe import KnnMoe, prepare_knn
-from knn_moe.methods.setting import Setting
+from knn_moe.methods.task_context import Setting
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from knn_moe.errors import ConfigError
-from knn_moe.evaluation.questions import Question, choice_ids, prompt_ids
 from knn_moe.methods.embedding import Embedder, embedder
 from knn_moe.methods.method import Method
-from knn_moe.methods.setting import Setting
+from knn_moe.methods.task_context import Setting
 from knn_moe.tasks import prompts
 from knn_moe.tasks.kinds import Choice
+from knn_moe.tasks.questions import Question, choice_ids, prompt_ids
 from knn_moe.tasks.task import GENERATION, LIKELIHOOD, TEXT, Kind, Row
 
 SHOTS: Final = 5

@@ -24,18 +24,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from knn_moe.batches import ReferenceTokens, make_batch, plan_batches
-from knn_moe.build import reference_tokens
+from knn_moe.build.build import reference_tokens
+from knn_moe.equations.next_token import WEIGHTS, mix_next, mixed_likelihoods
 from knn_moe.errors import ConfigError, ReferenceSetError, UnsupportedModelError
 from knn_moe.index import IndexConfig, KeyIndex, build_index
-from knn_moe.intercept import forget_compiled_graphs
 from knn_moe.methods.knn_moe import prepare_knn
 from knn_moe.methods.method import Method
-from knn_moe.methods.setting import Setting
-from knn_moe.next_token import WEIGHTS, mix_next, mixed_likelihoods
-from knn_moe.optimise import TokenBatch, frozen
-from knn_moe.recall import rows_of
-from knn_moe.routers import input_device, unwrap
+from knn_moe.methods.task_context import Setting
+from knn_moe.recall.recall import rows_of
+from knn_moe.reference.windows import ReferenceTokens, TokenBatch, make_batch, plan_batches
+from knn_moe.routers.model_state import forget_compiled_graphs, frozen, input_device, unwrap
 
 _HELD_OUT: Final = 0.15  # of the examples, to choose by
 _KS: Final = (16, 64, 256)

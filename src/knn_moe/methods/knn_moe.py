@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from knn_moe.build import BuildProgress, build_memory, reference_tokens
+from knn_moe.build.build import BuildProgress, build_memory, reference_tokens
 from knn_moe.config import RoutingConfig
-from knn_moe.handle import attach, check_belongs
 from knn_moe.index import IndexConfig
-from knn_moe.memory import RoutingMemory
+from knn_moe.inference.attach import attach, check_belongs
+from knn_moe.memory.files import CONFIG_FILE
+from knn_moe.memory.memory import RoutingMemory
 from knn_moe.methods.method import Method
-from knn_moe.methods.setting import Setting
-from knn_moe.storage import CONFIG_FILE, write_whole
+from knn_moe.methods.task_context import Setting
+from knn_moe.support.files import write_whole
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from knn_moe.evaluation.answers import Answer
-from knn_moe.evaluation.questions import Question
+from knn_moe.tasks.answers import Answer
+from knn_moe.tasks.questions import Question
 
 
 class Method:

@@ -21,10 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from knn_moe.dense import dense_gradient
 from knn_moe.errors import RouterNotCalledError, UnsupportedModelError
-from knn_moe.intercept import Callback, RouterHook
-from knn_moe.routers import Router, find_routers, input_device, unwrap
+from knn_moe.routers.dense_gradients import dense_gradient
+from knn_moe.routers.find import Router, find_routers
+from knn_moe.routers.intercept import Callback, RouterHook
+from knn_moe.routers.model_state import input_device, unwrap
 
 _GROWING: Final = (DynamicLayer, DynamicSlidingWindowLayer)  # put new tensors in place of the old
 _NO_TARGET: Final = -100

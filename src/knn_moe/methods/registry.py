@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from knn_moe.errors import ConfigError
 from knn_moe.methods.method import Method
-from knn_moe.methods.setting import Setting
+from knn_moe.methods.task_context import Setting
 
 NOTHING, MEMORY, REFERENCE = "nothing", "memory", "reference"  # what a method learns from
 

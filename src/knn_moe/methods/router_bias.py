@@ -23,15 +23,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from knn_moe.errors import ConfigError, RouterNotCalledError
-from knn_moe.evaluation.answers import Answer
-from knn_moe.evaluation.questions import Question
-from knn_moe.evaluation.sample import Sample
-from knn_moe.experts import fast_experts
-from knn_moe.intercept import RouterHook, forget_compiled_graphs
 from knn_moe.methods.method import Method
-from knn_moe.methods.setting import Setting
-from knn_moe.optimise import frozen
-from knn_moe.routers import Router, find_routers, input_device
+from knn_moe.methods.task_context import Setting
+from knn_moe.routers.find import Router, find_routers
+from knn_moe.routers.grouped_experts import fast_experts
+from knn_moe.routers.intercept import RouterHook
+from knn_moe.routers.model_state import forget_compiled_graphs, frozen, input_device
+from knn_moe.tasks.answers import Answer
+from knn_moe.tasks.questions import Question
+from knn_moe.tasks.sample import Sample
 from knn_moe.tasks.task import TEXT
 
 

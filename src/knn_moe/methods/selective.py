@@ -14,13 +14,13 @@ from typing import Any
 from torch import nn
 
 from knn_moe.config import ENTROPY
-from knn_moe.evaluation.answers import Answer
-from knn_moe.evaluation.questions import Question
-from knn_moe.evaluation.sample import Sample
-from knn_moe.handle import check_belongs
+from knn_moe.inference.attach import check_belongs
 from knn_moe.methods.knn_moe import KnnMoe, prepare_knn
 from knn_moe.methods.method import Method
-from knn_moe.methods.setting import Setting
+from knn_moe.methods.task_context import Setting
+from knn_moe.tasks.answers import Answer
+from knn_moe.tasks.questions import Question
+from knn_moe.tasks.sample import Sample
 
 
 @dataclass

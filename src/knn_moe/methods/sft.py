@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from knn_moe.errors import ModelError
-from knn_moe.experts import fast_experts
 from knn_moe.methods.method import Method
-from knn_moe.methods.setting import Setting
+from knn_moe.methods.task_context import Setting
 from knn_moe.methods.training_loop import (
     IGNORED,
     Changes,
@@ -36,8 +35,9 @@ from knn_moe.methods.training_loop import (
     validation_loss,
 )
 from knn_moe.methods.tuning import adapters, has_trl, require_trl, train_with_trl
-from knn_moe.optimise import frozen
-from knn_moe.routers import find_routers, input_device
+from knn_moe.routers.find import find_routers
+from knn_moe.routers.grouped_experts import fast_experts
+from knn_moe.routers.model_state import frozen, input_device
 
 # Around what is best for models of a few million parameters; large ones want less, and the search
 # goes on to there.

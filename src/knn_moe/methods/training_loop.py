@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from knn_moe.build import reference_tokens
+from knn_moe.build.build import reference_tokens
 from knn_moe.errors import ConfigError, ReferenceSetError
-from knn_moe.methods.setting import Setting
-from knn_moe.routers import input_device
+from knn_moe.methods.task_context import Setting
+from knn_moe.routers.model_state import input_device
 
 IGNORED: Final = -100  # a label that does not count
 TRAINERS: Final = ("trl", "plain")

@@ -28,8 +28,8 @@ from knn_moe.methods.training_loop import (
     collate,
     rebuilt,
 )
-from knn_moe.optimise import frozen
-from knn_moe.routers import block_of, find_routers, input_device
+from knn_moe.routers.find import block_of, find_routers
+from knn_moe.routers.model_state import frozen, input_device
 
 _CURE: Final = "pip install 'knn-moe[tune]'"
 

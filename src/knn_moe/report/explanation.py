@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from knn_moe.explanation import ExplainedToken, Explanation
+from knn_moe.explain.explanation import ExplainedToken, Explanation
 from knn_moe.report import words
 from knn_moe.report.page import render
 from knn_moe.report.passages import ShownPassage, ShownToken, classes, show_case

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from knn_moe.demo.result import Passage, PassageToken
-from knn_moe.explanation import RecalledCase
+from knn_moe.explain.explanation import RecalledCase
 from knn_moe.report import words
 
 # A token takes the next colour when it became this many times likelier, or less likely.

@@ -12,7 +12,7 @@ from typing import Any
 from markupsafe import Markup
 
 from knn_moe.evaluation.compare import AVERAGE, TERCILES, Line, compare_runs
-from knn_moe.evaluation.runs import Run
+from knn_moe.evaluation.store import Run
 from knn_moe.report.charts import Series, grouped_bars
 from knn_moe.report.page import render
 from knn_moe.report.words import POINTS, SHARE

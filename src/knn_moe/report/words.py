@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from knn_moe.demo.result import Score
-from knn_moe.stats import Comparison
+from knn_moe.support.statistics import Comparison
 
 _MINUS: Final = "\N{MINUS SIGN}"
 _FIXED_SPACE: Final = "\N{NO-BREAK SPACE}"

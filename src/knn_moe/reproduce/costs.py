@@ -15,11 +15,11 @@ from typing import Any, Final
 
 import torch
 
-from knn_moe.compression import compress
-from knn_moe.evaluation.run import answer_of, ask
-from knn_moe.handle import attach
+from knn_moe.adapt.compress import compress
+from knn_moe.evaluation.evaluate import answer_of, ask
 from knn_moe.index import IndexConfig
-from knn_moe.memory import RoutingMemory
+from knn_moe.inference.attach import attach
+from knn_moe.memory.memory import RoutingMemory
 from knn_moe.methods import METHODS
 from knn_moe.methods.knn_moe import routing_memory
 from knn_moe.reproduce.results import by_benchmark

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from knn_moe.embedded import EMBEDDED_MODELS
 from knn_moe.errors import ConfigError
+from knn_moe.support.embedded_models import EMBEDDED_MODELS
 
 _USUAL: Any = None
 _SWEPT: Final = ("medmcqa", "text_medical")

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import Final
 
 from knn_moe.evaluation.compare import AVERAGE, TERCILES, Line, compare_runs
-from knn_moe.evaluation.runs import Run
+from knn_moe.evaluation.store import Run
 from knn_moe.methods import METHODS
 from knn_moe.reproduce.study import Study
 from knn_moe.reproduce.table import (
@@ -22,7 +22,7 @@ from knn_moe.reproduce.table import (
     row,
     values,
 )
-from knn_moe.stats import Comparison
+from knn_moe.support.statistics import Comparison
 
 BASE: Final = "zero-shot"
 KNN: Final = "knn"

@@ -20,17 +20,17 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from knn_moe.errors import ConfigError, RunError, UnsupportedModelError
-from knn_moe.evaluation.reference import reference_rows
-from knn_moe.evaluation.run import EvalConfig, evaluate
-from knn_moe.evaluation.runs import Run, finished_run
-from knn_moe.header import library_versions
+from knn_moe.evaluation.evaluate import EvalConfig, evaluate
+from knn_moe.evaluation.store import Run, finished_run
+from knn_moe.inference.expert_usage import router_load
+from knn_moe.memory.manifest import library_versions
 from knn_moe.methods import METHODS, Method, Prepared, Setting, prepare
 from knn_moe.reproduce.plan import Plan
-from knn_moe.storage import write_whole
+from knn_moe.support.files import write_whole
 from knn_moe.tasks import open_task
 from knn_moe.tasks.data import TaskData
+from knn_moe.tasks.reference_set import reference_rows
 from knn_moe.tasks.task import GENERATION, LIKELIHOOD, TEXT
-from knn_moe.usage import router_load
 
 # what is being done, how much of it, of how much
 OnStep: TypeAlias = Callable[[str, int, int], None]

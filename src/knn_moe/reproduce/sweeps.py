@@ -10,13 +10,14 @@ from typing import Any, Final
 
 import torch
 
-from knn_moe.build import build_memory
+from knn_moe.build.build import build_memory
 from knn_moe.config import PRESETS, RoutingConfig
 from knn_moe.evaluation.compare import compare_runs
-from knn_moe.evaluation.run import ask
-from knn_moe.evaluation.runs import Run
-from knn_moe.handle import attach
-from knn_moe.memory import RoutingMemory
+from knn_moe.evaluation.evaluate import ask
+from knn_moe.evaluation.store import Run
+from knn_moe.inference.attach import attach
+from knn_moe.inference.expert_usage import similarity_share
+from knn_moe.memory.memory import RoutingMemory
 from knn_moe.methods import METHODS, KnnMoe, Method, Prepared, Setting
 from knn_moe.methods.knn_moe import routing_memory
 from knn_moe.reproduce.results import (
@@ -29,7 +30,6 @@ from knn_moe.reproduce.results import (
 )
 from knn_moe.reproduce.study import Study
 from knn_moe.reproduce.table import Cell, Chart, Series, Table, number, percent, row, values
-from knn_moe.usage import similarity_share
 
 NEIGHBOURS: Final = (1, 3, 5, 10)
 STEPS: Final = (1, 3, 10)

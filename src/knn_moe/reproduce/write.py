@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from knn_moe.errors import MissingDependencyError, RunError
 from knn_moe.reproduce.table import Chart, Table
-from knn_moe.storage import write_whole
+from knn_moe.support.files import write_whole
 
 THE_PAPERS: Final = "The paper's numbers, of its own models and data; not measured here."
 _COLOURS: Final = (

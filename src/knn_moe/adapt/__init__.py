@@ -1,0 +1,1 @@
+"""Change a memory after it was built: calibrate, prune, compress, and controls of it."""

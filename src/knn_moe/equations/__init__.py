@@ -1,0 +1,1 @@
+"""The paper's formulas, one pure function each. Imports torch and nothing of ours."""

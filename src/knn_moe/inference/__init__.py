@@ -1,0 +1,1 @@
+"""Put memories on a running model and take them off again."""

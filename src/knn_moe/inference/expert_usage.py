@@ -1,0 +1,197 @@
+"""Which experts a model chooses, how evenly, and how much of a recall is its nearest case's.
+
+Watches the routers' own outputs, with a memory attached or without: what is counted is what was
+used. Knows the attached memory through its handle's observer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from knn_moe.equations.mixing import neighbour_weights
+from knn_moe.errors import AttachError, ConfigError, UnsupportedModelError
+from knn_moe.inference.attach import Routing
+from knn_moe.inference.hooks import TokenMask
+from knn_moe.recall.recall import RouterCall
+from knn_moe.routers.find import Router, find_routers
+from knn_moe.routers.intercept import ReplaceLogits, chosen_experts
+from knn_moe.routers.model_state import input_device
+
+
+class ExpertCounts:
+    """How often each expert was chosen, by router; and for how many tokens."""
+
+    def __init__(self, routers: list[Router]) -> None:
+        self.counts = {
+            router.layer: torch.zeros(router.num_experts, dtype=torch.int64) for router in routers
+        }
+        self.tokens = dict.fromkeys(self.counts, 0)
+
+    def add(self, router: Router, module: nn.Module, args: Any, output: Any) -> None:
+        """A forward hook of the router."""
+        chosen = chosen_experts(router, output, _logits(router, output)).cpu()
+        self.counts[router.layer] += torch.bincount(chosen.flatten(), minlength=router.num_experts)
+        self.tokens[router.layer] += len(chosen)
+
+    def shares(self) -> Tensor:
+        """The share of tokens each expert was chosen for. Shape [layers, experts]."""
+        return torch.stack(
+            [count / max(self.tokens[layer], 1) for layer, count in self.counts.items()]
+        )
+
+
+class RouterLoad:
+    """How evenly tokens are spread over the experts, all layers together; padding does not count.
+
+    Shapes: choices [N] int64, how often each expert was chosen; probability [N] fp64, the sum of
+    the routers' softmax over tokens. A token counts once in every layer.
+    """
+
+    def __init__(self, routers: list[Router], mask: TokenMask) -> None:
+        widths = sorted({router.num_experts for router in routers})
+        if len(widths) > 1:
+            raise UnsupportedModelError(
+                f"The load over all layers needs equally many experts in each, got {widths}."
+            )
+        self.mask = mask
+        self.choices = torch.zeros(widths[0], dtype=torch.int64)
+        self.probability = torch.zeros(widths[0], dtype=torch.float64)
+        self.tokens = 0
+
+    @torch.no_grad()
+    def add(self, router: Router, module: nn.Module, args: Any, output: Any) -> None:
+        """A forward hook of the router."""
+        logits = _logits(router, output)
+        chosen = chosen_experts(router, output, logits)
+        probability = torch.softmax(logits, dim=-1, dtype=torch.float32)
+        real = self.mask.real(len(logits), logits.device)
+        if real is not None:
+            chosen, probability = chosen[real], probability[real]
+        self.choices += torch.bincount(chosen.flatten(), minlength=router.num_experts).cpu()
+        self.probability += probability.sum(dim=0, dtype=torch.float64).cpu()
+        self.tokens += len(chosen)
+
+    def loss(self) -> float:
+        """The load-balancing loss N Σ_e f_e P_e of all tokens so far (appendix, "Load Balancing").
+
+        f_e is the share of tokens that chose expert e, P_e the mean probability of it: top_k if
+        every expert is as likely as the others, more if the likely ones are chosen more often.
+        """
+        if self.tokens == 0:
+            raise ConfigError("No router has been called yet: run the model inside router_load.")
+        chosen, likely = self.choices.double() / self.tokens, self.probability / self.tokens
+        return float(len(self.choices) * (chosen @ likely))
+
+
+@dataclass(frozen=True)
+class SimilarityShare:
+    """Mean share of the nearest case in the K cases' similarity: of each layer, and of all."""
+
+    layers: dict[int, float]
+    overall: float
+    tokens: int  # what to weigh it by beside other texts
+
+
+@contextmanager
+def count_experts(model: nn.Module) -> Iterator[ExpertCounts]:
+    """While inside, count what the routers of `model` choose."""
+    routers = find_routers(model)
+    counts = ExpertCounts(routers)
+    with _watched(routers, counts.add):
+        yield counts
+
+
+@contextmanager
+def router_load(model: nn.Module) -> Iterator[RouterLoad]:
+    """While inside, measure how evenly the routers of `model` spread their tokens.
+
+    Padding is known from the attention mask that the model is called with.
+    """
+    routers = find_routers(model)
+    for router in routers:
+        _check_returns_logits(router)
+    mask = TokenMask(model, routers)
+    load = RouterLoad(routers, mask)
+    handles = mask.install(lambda: None)
+    try:
+        with _watched(routers, load.add):
+            yield load
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def similarity_share(model: nn.Module, routing: Routing, ids: Tensor) -> SimilarityShare:
+    """Run `model` once, and say how much of the similarity is the nearest case's: s_1 / Σ_j s_j.
+
+    Over the K cases that `routing` recalls for each token; the paper's Top-1 Share is that of
+    K = 5 (appendix, "Further Analysis on the Number of Neighbors"). The run counts in
+    `routing.stats()` like any other. Shapes: ids [B, T], every token real.
+    """
+    if ids.ndim != 2 or ids.numel() == 0:
+        raise ConfigError(f"similarity_share takes token ids [B, T], got {list(ids.shape)}.")
+    layers: dict[int, float] = {}
+
+    def keep(call: RouterCall) -> None:
+        squared_distance, _ = call.recall.nearest(call.inputs)
+        weight = neighbour_weights(call.recall.log_similarity(squared_distance))
+        layers[call.layer] = float(weight[:, 0].mean(dtype=torch.float64))
+
+    with routing.observed(keep), torch.compiler.set_stance("force_eager"):
+        model(ids.to(input_device(model)), use_cache=False)
+    if not layers or set(routing.stats()) - set(layers):
+        raise AttachError(
+            "The model ran past the memory, or there is nothing in it: give similarity_share the "
+            "model that the memory is attached to."
+        )
+    return SimilarityShare(layers, sum(layers.values()) / len(layers), ids.numel())
+
+
+@contextmanager
+def _watched(
+    routers: list[Router], add: Callable[[Router, nn.Module, Any, Any], None]
+) -> Iterator[None]:
+    """While inside, hand each router's output to `add`."""
+    handles = [router.module.register_forward_hook(partial(add, router)) for router in routers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _logits(router: Router, output: Any) -> Tensor:
+    """What a router returned for each expert: its logits, or what orders them alike.
+
+    Result [T, N].
+    """
+    for part in output if isinstance(output, tuple) else (output,):
+        if isinstance(part, Tensor) and part.ndim > 1 and part.shape[-1] == router.num_experts:
+            return part.flatten(0, -2)
+    raise UnsupportedModelError(
+        f"Router {router.name!r} returned nothing of the width of its {router.num_experts} experts."
+    )
+
+
+@torch.no_grad()
+def _check_returns_logits(router: Router) -> None:
+    """Tried on logits of our own: some return probabilities or scores, another softmax of which
+    would look like a load too."""
+    inputs = torch.zeros(1, router.hidden_size, device=router.device, dtype=router.weight.dtype)
+    # Whole numbers, exact in bf16 up to 256 experts, and no distribution.
+    trial = torch.arange(router.num_experts, device=router.device)[None]
+    with ReplaceLogits(router, lambda _, own: trial.to(own.dtype)):
+        output = router.module.forward(inputs)
+    if not torch.equal(_logits(router, output).float(), trial.float()):
+        raise UnsupportedModelError(
+            f"Router {router.name!r} does not return the logits it used, and its load cannot be "
+            f"measured from what it returns. count_experts counts its choices."
+        )

@@ -1,0 +1,168 @@
+"""What the model read last: the token ids of its last sequences, prompt and decoded tokens alike.
+
+A hook on the decoder stack copies the ids of each call and how long the cache was, and nothing
+else: no value is looked at, so nothing waits for the device, until someone asks. Calls that
+are compiled or captured in a CUDA graph are not seen; the stack's own count of calls tells.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+
+from knn_moe.errors import NothingReadError
+from knn_moe.inference.hooks import TokenMask
+
+_UNSEEN: Final = "The model went on from a cache whose tokens were not seen"
+_WAY_OUT: Final = "give explain the token ids: routing.explain(input_ids)"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call. Shapes: ids [B, T]; real [B, T] bool, None: no padding. `length`: of the cache
+    after it, a tensor if it lies on the device."""
+
+    ids: Tensor
+    real: Tensor | None
+    length: int | Tensor
+
+
+class Reading:
+    """The calls since the model last began a sequence."""
+
+    def __init__(self, mask: TokenMask) -> None:
+        self.mask = mask
+        self.paused = False
+        self._steps: list[Step] = []
+        self._lost: str | None = None  # why the steps are not known
+        self._cache: weakref.ref[Cache] | None = None
+        self._begun: Tensor | None = None  # the count of calls when the first step was seen
+
+    def install(self) -> list[RemovableHandle]:
+        """To be done before the mask's own hooks, the last of which forgets the mask."""
+        return [self.mask.stack.register_forward_hook(self._after, with_kwargs=True)]
+
+    def _after(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        if torch.compiler.is_compiling() or self.paused:
+            return
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.dtype.is_floating_point:
+            self._forget("The model was given embeddings (inputs_embeds) and no token ids")
+            return
+        if ids.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
+        cache = _cache_among(args, kwargs, output)
+        width = ids.shape[1]
+        known = cache is not None and self._cache is not None and self._cache() is cache
+        length = width if cache is None else _length(cache, wait=width > 1 or not known)
+        if isinstance(length, int) and length == width:
+            self._begin()
+        elif not known or length is None:
+            self._forget(_UNSEEN)
+        if length is None or self._lost is not None:
+            return
+        self._cache = None if cache is None else weakref.ref(cache)
+        real = self.mask.mask
+        real = None if real is None or real.shape != ids.shape else real.clone()
+        self._steps.append(Step(ids.clone(), real, length))
+
+    def _begin(self) -> None:
+        self._steps, self._lost = [], None
+        self._begun = self.mask.counts.sums[0].clone()
+
+    def _forget(self, why: str) -> None:
+        self._steps, self._lost, self._cache = [], why, None
+
+    def sequences(self, ends: Collection[int] = ()) -> list[Tensor]:
+        """The ids of each sequence, [n] on the CPU, without padding or what follows an end.
+
+        `ends`: the tokens that end a sequence, after which a batch feeds it filling.
+        """
+        if self._lost is not None:
+            raise NothingReadError(f"{self._lost}: {_WAY_OUT}.")
+        earlier = 0 if self._begun is None else int(self._begun) - 1
+        missed = int(self.mask.counts.sums[0]) - earlier - len(self._steps)
+        if missed:
+            raise NothingReadError(
+                f"Calls of the model, {missed} of them, ran where nobody could see what they read, "
+                f"as compiled ones do: {_WAY_OUT}."
+            )
+        if not self._steps:
+            raise NothingReadError(
+                f"The model has read nothing since the memory was attached: {_WAY_OUT}."
+            )
+        ids, real, prompt = _joined(self._steps)
+        if len(self._steps) > 1 and len(prompt.unique(dim=0)) < len(prompt):
+            raise NothingReadError(
+                "The model read one prompt several times over, as beam search does, which then "
+                f"swaps rows unseen: {_WAY_OUT}."
+            )
+        filled = _filling(ids, prompt.shape[1], ends)
+        return [row[kept] for row, kept in zip(ids, real & ~filled, strict=True)]
+
+
+def _joined(steps: list[Step]) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids and real tokens of all steps, and the ids of the first; a cache cut short between two
+    steps takes back what was cut. Shapes: [B, n], [B, n] bool, [B, prompt]."""
+    ids = real = prompt = torch.empty(0, 0)
+    for step in steps:
+        new = step.ids.cpu()
+        known = int(step.length) - new.shape[1]
+        if known == 0:
+            ids, real, prompt = new[:, :0], new[:, :0].bool(), new
+        if not 0 <= known <= ids.shape[1] or len(new) != len(ids):
+            raise NothingReadError(f"{_UNSEEN}: {_WAY_OUT}.")
+        kept = torch.ones_like(new, dtype=torch.bool) if step.real is None else step.real.cpu()
+        ids = torch.cat([ids[:, :known], new], dim=1)
+        real = torch.cat([real[:, :known], kept], dim=1)
+    return ids, real, prompt
+
+
+def _filling(ids: Tensor, prompt: int, ends: Collection[int]) -> Tensor:
+    """What a finished row is fed while others go on: one token, over and over, after its end.
+
+    Shapes: ids [B, n] → [B, n] bool.
+    """
+    filled = torch.zeros_like(ids, dtype=torch.bool)
+    for row, line in enumerate(ids.tolist()):
+        for place in range(prompt, len(line) - 1):
+            if line[place] in ends and len(set(line[place + 1 :])) == 1:
+                filled[row, place + 1 :] = True
+                break
+    return filled
+
+
+def _cache_among(args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Cache | None:
+    """The cache the model was given, or else the one it made and returned."""
+    returned = output.values() if isinstance(output, Mapping) else ()
+    returned = output if isinstance(output, tuple) else returned
+    for value in (*args, *kwargs.values(), *returned):
+        if isinstance(value, Cache):
+            return value
+    return None
+
+
+def _length(cache: Cache, *, wait: bool) -> int | Tensor | None:
+    """Of the cache, after a call. Static caches count on the device: `wait` for that, or have it
+    later. None: it does not know."""
+    try:
+        length: int | Tensor = cache.get_seq_length()
+        if isinstance(length, int) and length == 0:
+            # MiniMax's asks its first layer, whose attention is linear and counts nothing.
+            counting = (layer for layer in cache.layers if isinstance(layer, CacheLayerMixin))
+            length = max(int(layer.get_seq_length()) for layer in counting)
+    except (ValueError, NotImplementedError, AttributeError):  # a cache without attention
+        return None
+    if isinstance(length, Tensor):
+        return int(length) if wait else length.clone()
+    return length

@@ -1,0 +1,138 @@
+"""A memory's head: its cases also know which token came next.
+
+A memory of router inputs has a kNN-LM in it. The inputs of the last layer it is attached to are
+keys of what followed them: they are recalled once more, more of them, and what followed is mixed
+into the logits the model gives (next_token.py). It takes the tokens a memory has anyway, and one
+more search. A loss the model computes itself, from labels, stays that of its own logits.
+
+Knows hooks and logits; how cases are found is recall.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from knn_moe.config import HeadConfig, RoutingConfig
+from knn_moe.equations.next_token import mix_next
+from knn_moe.errors import ConfigError, UnsupportedModelError
+from knn_moe.inference.hooks import RecallHook
+from knn_moe.memory.memory import RoutingMemory
+from knn_moe.recall.recall import layer_gammas
+from knn_moe.routers.model_state import unwrap
+
+_NUMBERS: Final = 1 << 26  # that a search or a mixture holds at a time
+
+
+class Head(nn.Module):
+    """On the hook of a layer, for the rows that hook is for. A module only so that its tensors are
+    buffers, which compilers treat as static. Shapes: following [M] int64, -1 where nothing did."""
+
+    following: Tensor
+
+    def __init__(
+        self, hook: RecallHook, following: Tensor, gamma: float, config: HeadConfig
+    ) -> None:
+        super().__init__()
+        self.hook = hook
+        self.config = config
+        self.k = min(config.k, hook.recall.cases)
+        self.ran = False
+        self.temperature = 1 / (gamma * config.gamma_scale)
+        self.register_buffer("following", following.to(hook.recall.gamma.device), persistent=False)
+        hook.keeps_inputs = True
+
+    def on_output(self, output: Any, kept: Any) -> None:
+        """Mix into the logits of `output`. `kept`: of which tokens there are any, as transformers'
+        `logits_to_keep` says it."""
+        self.ran = True
+        if self.hook.rows.nobody:
+            return
+        logits = getattr(output, "logits", None)
+        if not isinstance(logits, Tensor):
+            raise UnsupportedModelError(
+                f"The model returned {type(output).__name__} without logits, into which a memory's "
+                f"head is to mix: call it with return_dict=True, or leave out head=."
+            )
+        inputs = self._inputs(logits, kept)
+        mixed = self.mix(inputs.flatten(0, 1), logits.flatten(0, 1)).view(logits.shape)
+        mine = self.hook.rows.of(logits.shape[:2].numel(), len(logits), logits.device)
+        if mine is not None:
+            mixed = torch.where(mine.view(*logits.shape[:2], 1), mixed, logits.to(mixed.dtype))
+        output.logits = mixed
+
+    def mix(self, inputs: Tensor, logits: Tensor) -> Tensor:
+        """Log-probabilities. Shapes: inputs [T, d]; logits [T, V] → [T, V] fp32."""
+        at_once = max(1, _NUMBERS // max(logits.shape[-1], self.k * inputs.shape[-1]))
+        if len(logits) <= at_once:
+            return self._mix(inputs, logits)
+        parts = zip(inputs.split(at_once), logits.split(at_once), strict=True)
+        return torch.cat([self._mix(*part) for part in parts])
+
+    def _mix(self, inputs: Tensor, logits: Tensor) -> Tensor:
+        recall = self.hook.recall
+        with torch.no_grad():
+            distance, rows = recall.nearest_of(inputs.to(recall.gamma.device), self.k)
+        tokens = self.following[rows]
+        distance = distance.masked_fill(tokens < 0, float("inf")).to(logits.device)
+        tokens = tokens.clamp(min=0).to(logits.device)
+        return mix_next(logits, distance, tokens, self.config.weight, self.temperature)
+
+    def _inputs(self, logits: Tensor, kept: Any) -> Tensor:
+        """Those of the tokens that have logits. Shapes: logits [B, T, V] → [B, T, d]."""
+        read = self.hook.take_read()
+        batch = logits.shape[0]
+        if read is not None and logits.ndim == 3 and not len(read) % batch:
+            inputs = read.view(batch, -1, read.shape[-1])
+            if isinstance(kept, Tensor):
+                inputs = inputs[:, kept.to(inputs.device)]
+            elif kept:
+                inputs = inputs[:, -kept:]
+            if inputs.shape[1] == logits.shape[1]:
+                return inputs
+        shown = "nothing" if read is None else list(read.shape)
+        raise UnsupportedModelError(
+            f"The model gave logits {list(logits.shape)}, and router {self.hook.router.name!r} had "
+            f"read {shown}: which inputs belong to which logits cannot be told. Leave out head=."
+        )
+
+
+def make_head(
+    hooks: Sequence[RecallHook], memory: RoutingMemory, config: RoutingConfig
+) -> list[Head]:
+    """Of the last layer that is asked; none where the config has none, or nothing to mix in."""
+    if config.head is None or config.head.weight == 0 or not len(memory):
+        return []
+    if not hooks:
+        raise ConfigError(
+            "A head recalls the cases of the last layer that is trusted, and this routing trusts "
+            "none: give a layer some trust, or leave out head=."
+        )
+    hook = max(hooks, key=lambda each: each.router.layer)
+    gamma = layer_gammas(memory, hook.router.layer, config, hook.router.device).joint
+    return [Head(hook, memory.provenance.following, gamma, config.head)]
+
+
+def install_heads(model: nn.Module, heads: Sequence[Head]) -> list[RemovableHandle]:
+    """One after the other, when the model has run."""
+    if not heads:
+        return []
+
+    def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+        for head in heads:
+            head.hook.take_read()  # left by a run that did not come to its end, or not this way
+
+    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        for head in heads:
+            head.on_output(output, kwargs.get("logits_to_keep", 0))
+        return output
+
+    whole = unwrap(model)
+    return [
+        whole.register_forward_pre_hook(before),
+        whole.register_forward_hook(after, with_kwargs=True),
+    ]

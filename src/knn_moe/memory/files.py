@@ -1,0 +1,220 @@
+"""The memory as a folder: its files, their checks, and how rows are streamed into them.
+
+    memory_config.json        what it is, whose it is, a checksum of every file and of itself
+    tokens.safetensors        the reference tokens and each key's place in them (provenance.py)
+    layer-003.safetensors     keys [M, d], values [M, N]; or what they were compressed to
+    README.md                 the model card
+
+Knows bytes, checksums and safetensors headers; nothing of models or routing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from knn_moe.errors import MemoryFormatError
+from knn_moe.reference.windows import Span
+from knn_moe.support.files import write_whole
+
+FORMAT_VERSION: Final = 4  # since 3: domains, and a head in the routing; 3 is read as well
+CONFIG_FILE: Final = "memory_config.json"
+TOKENS_FILE: Final = "tokens.safetensors"
+_CHUNK: Final = 1 << 24
+_DTYPES: Final = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+}
+
+
+def layer_file(layer: int) -> str:
+    return f"layer-{layer:03d}.safetensors"
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """A tensor to be written: its dtype and shape, known before its rows are."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        numbers = 1
+        for size in self.shape[1:]:
+            numbers *= size
+        return numbers * self.dtype.itemsize
+
+    @property
+    def bytes(self) -> int:
+        return (self.shape[0] if self.shape else 1) * self.row_bytes
+
+
+class StreamedFile:
+    """A safetensors file of known size whose rows arrive in any order, from any thread."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, TensorPlan], *, fresh: bool) -> None:
+        self.path = path
+        self.tensors = dict(tensors)
+        entries, self._begin, place = {}, {}, 0
+        for name, plan in self.tensors.items():
+            entries[name] = {
+                "dtype": _DTYPES[plan.dtype],
+                "shape": list(plan.shape),
+                "data_offsets": [place, place + plan.bytes],
+            }
+            self._begin[name] = place
+            place += plan.bytes
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        header = len(text).to_bytes(8, "little") + text
+        self._begin = {name: start + len(header) for name, start in self._begin.items()}
+        self.size = len(header) + place
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        if fresh:
+            os.ftruncate(self._descriptor, self.size)
+            os.pwrite(self._descriptor, header, 0)
+
+    def write(self, name: str, rows: Tensor, spans: Iterable[Span]) -> None:
+        """Put runs of `rows` in their places. Shapes: rows [n, ...], on the CPU.
+
+        The interpreter's lock is held for an instant per run: a GPU is kept busy meanwhile.
+        """
+        if not len(rows):
+            return
+        data = memoryview(rows.contiguous().view(torch.uint8).numpy().data).cast("B")
+        size = self.tensors[name].row_bytes
+        for row, start, count in spans:
+            part = data[start * size : (start + count) * size]
+            place = self._begin[name] + row * size
+            while part:
+                written = os.pwrite(self._descriptor, part, place)
+                part, place = part[written:], place + written
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """A whole safetensors file, chunk by chunk: mapped tensors are not read into memory.
+
+    Wide numbers come first, so that each tensor is aligned to its own; then by name, so that a
+    copy is the same file.
+    """
+    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    tensors = {name: tensors[name] for name in order}
+    plans = {name: TensorPlan(value.dtype, tuple(value.shape)) for name, value in tensors.items()}
+    file = StreamedFile(path, plans, fresh=True)
+    try:
+        for name, tensor in tensors.items():
+            value = tensor if tensor.ndim else tensor.reshape(1)
+            step = max(_CHUNK // max(plans[name].row_bytes, 1), 1)
+            for start in range(0, len(value), step):
+                rows = value[start : start + step].cpu()
+                file.write(name, rows, [Span(start, 0, len(rows))])
+    finally:
+        file.close()
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Memory-mapped: nothing is read before it is used."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise MemoryFormatError(f"{str(path)!r} is damaged: {error}.") from None
+
+
+def checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def describe_file(path: Path) -> dict[str, Any]:
+    return {"file": path.name, "bytes": path.stat().st_size, "sha256": checksum(path)}
+
+
+def write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    sealed = {**config, "format_version": FORMAT_VERSION}
+    sealed["digest"] = _digest(sealed)
+    text = json.dumps(sealed, indent=2, ensure_ascii=False) + "\n"
+    write_whole(folder / CONFIG_FILE, text)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The folder's config, after making sure that it is whole, unedited and of a known format."""
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        raise MemoryFormatError(f"{str(folder)!r} is no memory: it has no {CONFIG_FILE}.")
+    try:
+        config = json.loads(path.read_text(encoding="utf8"))
+        version = int(config["format_version"])
+    except (ValueError, KeyError, TypeError):
+        raise MemoryFormatError(f"{str(path)!r} is damaged: it is not whole JSON.") from None
+    if version > FORMAT_VERSION:
+        raise MemoryFormatError(
+            f"{str(path)!r} has format {version}, this knn-moe reads up to {FORMAT_VERSION}: "
+            f"upgrade knn-moe to use it."
+        )
+    if config.get("digest") != _digest(config):
+        raise MemoryFormatError(
+            f"{str(path)!r} was edited: its digest does not match. Restore it, or build anew."
+        )
+    return dict(config)
+
+
+def check_file(folder: Path, entry: Mapping[str, Any], *, contents: bool) -> Path:
+    """The file of a config entry, after checking its size and (`contents`) its checksum."""
+    path = folder / str(entry["file"])
+    if not path.is_file():
+        raise MemoryFormatError(f"{str(path)!r} is missing; the memory is not whole.")
+    size = path.stat().st_size
+    if size != entry["bytes"]:
+        raise MemoryFormatError(
+            f"{str(path)!r} is truncated or changed: {size:,} bytes instead of {entry['bytes']:,}."
+        )
+    if contents and checksum(path) != entry["sha256"]:
+        raise MemoryFormatError(f"{str(path)!r} was edited: its checksum does not match.")
+    return path
+
+
+def refuse_existing(folder: Path, *, overwrite: bool) -> None:
+    """Never write over what is there, unless told to; and then only over a memory."""
+    if not folder.exists():
+        return
+    if not overwrite:
+        raise MemoryFormatError(f"{str(folder)!r} exists already: choose another or overwrite it.")
+    if not (folder / CONFIG_FILE).is_file():
+        raise MemoryFormatError(f"{str(folder)!r} is no memory and will not be overwritten.")
+
+
+def publish(partial: Path, folder: Path, *, overwrite: bool) -> None:
+    """Rename a finished folder into place, so that no reader ever sees half a memory."""
+    refuse_existing(folder, overwrite=overwrite)
+    retired = folder.with_name(f".{folder.name}.old-{os.getpid()}")
+    if folder.exists():
+        folder.rename(retired)
+    partial.rename(folder)
+    shutil.rmtree(retired, ignore_errors=True)
+
+
+def _digest(config: Mapping[str, Any]) -> str:
+    kept = {name: value for name, value in config.items() if name != "digest"}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,1 @@
+"""A model's MoE routers: find them, intercept their logits, differentiate through all experts."""

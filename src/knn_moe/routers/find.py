@@ -1,0 +1,215 @@
+"""Find a model's MoE routers. Knows how transformers declares and names them.
+
+Does not know how logits are recorded or replaced (intercept.py), nor any family's gating: a
+router's own forward is the only gating there is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from importlib.metadata import entry_points
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from knn_moe.errors import UnsupportedModelError
+from knn_moe.routers.model_state import run_device
+
+ENTRY_POINTS: Final = "knn_moe.routers"
+_ROUTER_NAMES: Final = ("gate", "router")
+_TOP_K_NAMES: Final = ("top_k", "num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k")
+_ATTENTION: Final = re.compile(r"(^|[._])(self_attn|self_attention|attention|attn)($|[._])")
+
+
+@dataclass(frozen=True)
+class Router:
+    """One MoE layer's router: where it is and what it maps, x [d] → logits [N] → top-k."""
+
+    name: str
+    layer: int
+    num_experts: int
+    hidden_size: int
+    top_k: int
+    module: nn.Module = field(repr=False)
+    scope: nn.Module = field(repr=False)  # the module whose forward computes the logits
+
+    @property
+    def weight(self) -> Tensor:
+        return _weight(self.module)
+
+    @property
+    def device(self) -> torch.device:
+        return run_device(self.module)
+
+
+def find_routers(model: nn.Module) -> list[Router]:
+    """Every MoE router of `model`, in the order of its layers.
+
+    Asks, in turn: adapters registered under the entry-point group 'knn_moe.routers' (a callable
+    from model to {module name: router module}, or None); what transformers declares for
+    `output_router_logits`; modules named 'gate' or 'router' inside an MoE block.
+    """
+    found = _registered(model) or _declared(model) or _named(model)
+    if not found:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no router this library can find. Looked for: a "
+            f"'router_logits' entry in the model's _can_record_outputs, and modules named "
+            f"{' or '.join(_ROUTER_NAMES)} in a mixture-of-experts block. A model whose routers "
+            f"look different needs an adapter under the entry-point group '{ENTRY_POINTS}'."
+        )
+    return _number([_describe(model, name, module) for name, module in found.items()])
+
+
+def _registered(model: nn.Module) -> dict[str, nn.Module]:
+    for entry in entry_points(group=ENTRY_POINTS):
+        found = entry.load()(model)
+        if found:
+            return dict(found)
+    return {}
+
+
+def _declared(model: nn.Module) -> dict[str, nn.Module]:
+    """Routers by class, from each sub-model's `_can_record_outputs["router_logits"]`.
+
+    Older releases declare the whole block instead of the router in it; take the router then.
+    """
+    found: dict[str, nn.Module] = {}
+    for prefix, part in model.named_modules():
+        declared = (getattr(type(part), "_can_record_outputs", None) or {}).get("router_logits", ())
+        recorders = declared if isinstance(declared, list | tuple) else (declared,)
+        for inner, module in part.named_modules(prefix=prefix):
+            if any(_records(recorder, inner, module) for recorder in recorders):
+                name, router = _descend(inner, module)
+                found[name] = router
+    return found
+
+
+def _records(recorder: Any, name: str, module: nn.Module) -> bool:
+    """Whether transformers would record this module's router logits (MoE attention aside)."""
+    target = getattr(recorder, "target_class", recorder)
+    suffix = getattr(recorder, "layer_name", None) or ""
+    path = f".{name}.".replace(".base_layer.", ".")
+    return (
+        isinstance(target, type)
+        and isinstance(module, target)
+        and f".{suffix}.".replace("..", ".") in path
+        and not _ATTENTION.search(name)
+    )
+
+
+def _descend(name: str, module: nn.Module) -> tuple[str, nn.Module]:
+    for child in _ROUTER_NAMES:
+        if hasattr(module, "experts") and hasattr(module, child):
+            return _inside_adapter(f"{name}.{child}", getattr(module, child))
+    return name, module
+
+
+def _inside_adapter(name: str, module: nn.Module) -> tuple[str, nn.Module]:
+    """The router itself, where PEFT has put an adapter around it."""
+    while isinstance(getattr(module, "base_layer", None), nn.Module):
+        name, module = f"{name}.base_layer", module.base_layer  # type: ignore[assignment]
+    return name, module
+
+
+def _named(model: nn.Module) -> dict[str, nn.Module]:
+    """Outermost modules named gate or router that sit in an MoE block and have an [N, d] weight."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        parent, _, last = name.rpartition(".")
+        inside = any(name.startswith(f"{bare_name(outer)}.") for outer in found)
+        if last not in _ROUTER_NAMES or inside or _ATTENTION.search(parent):
+            continue
+        block = model.get_submodule(parent)
+        is_moe = "moe" in type(block).__name__.lower() or hasattr(block, "experts")
+        router_name, router = _inside_adapter(name, module)
+        if is_moe and _has_weight(router):
+            found[router_name] = router
+    return found
+
+
+def _describe(model: nn.Module, name: str, module: nn.Module) -> Router:
+    parent = block_of(model, name)
+    _refuse_adapted(model, name, module)
+    num_experts, hidden_size = _weight(module).shape
+    numbers = re.findall(r"(?:^|\.)(\d+)(?:\.|$)", name)
+    # GPT-OSS in MXFP4 computes the logits in the block's forward and never calls the router.
+    around = type(getattr(parent, "experts", None)).__name__.startswith("Mxfp4")
+    return Router(
+        name=name,
+        layer=int(numbers[0]) if numbers else 0,
+        num_experts=num_experts,
+        hidden_size=hidden_size,
+        top_k=_top_k(name, (module, parent, *_configs(model))),
+        module=module,
+        scope=parent if around else module,
+    )
+
+
+def bare_name(name: str) -> str:
+    """A router's name without the adapters around it."""
+    return name.replace(".base_layer", "")
+
+
+def block_of(model: nn.Module, name: str) -> nn.Module:
+    """The module a router belongs to."""
+    return model.get_submodule(bare_name(name).rpartition(".")[0])
+
+
+def _refuse_adapted(model: nn.Module, name: str, module: nn.Module) -> None:
+    """An adapter around a linear map adds to the logits after us; one of its weight does not."""
+    bare = bare_name(name)
+    around = type(model.get_submodule(bare)).__name__ if bare != name else "ParamWrapper"
+    inside = any(hasattr(child, "base_layer") for child in module.children())
+    if inside or around != "ParamWrapper":
+        raise UnsupportedModelError(
+            f"Router {bare!r} has an adapter on its linear map, which would act after the memory. "
+            f"Merge it first (merge_and_unload), or leave the router out of target_modules."
+        )
+
+
+def _top_k(name: str, places: tuple[object, ...]) -> int:
+    for place in places:
+        for attribute in _TOP_K_NAMES:
+            value = getattr(place, attribute, None)
+            if isinstance(value, int):
+                return value
+    raise UnsupportedModelError(
+        f"Router {name!r} does not say how many experts it picks. "
+        f"Looked for: {', '.join(_TOP_K_NAMES)} on the router, its block and the config."
+    )
+
+
+def _configs(model: nn.Module) -> Iterator[object]:
+    config: Any = getattr(model, "config", None)
+    if config is not None:
+        yield config
+        yield config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _has_weight(module: nn.Module) -> bool:
+    return next(_weights(module), None) is not None
+
+
+def _weight(module: nn.Module) -> Tensor:
+    """The [N, d] matrix that makes the logits: the router's own, or that of the linear in it."""
+    return next(_weights(module))
+
+
+def _weights(module: nn.Module) -> Iterator[Tensor]:
+    own = getattr(module, "weight", None)
+    if isinstance(own, Tensor) and own.ndim == 2:
+        yield own
+    for child in module.children():
+        linear = getattr(child, "base_layer", child)
+        if isinstance(linear, nn.Linear):
+            yield linear.weight
+
+
+def _number(routers: list[Router]) -> list[Router]:
+    """Order by layer; count up instead where two routers claim one layer (encoder, decoder)."""
+    if len({router.layer for router in routers}) < len(routers):
+        return [replace(router, layer=index) for index, router in enumerate(routers)]
+    return sorted(routers, key=lambda router: router.layer)

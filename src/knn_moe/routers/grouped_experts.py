@@ -1,0 +1,111 @@
+"""The experts' forward pass for building: grouped matrix products, cheaper to differentiate.
+
+transformers lets anybody register a way to run the experts. This one computes what its
+`grouped_mm` computes; it differs in the backward of the two shuffles around the products, which
+are gathers here instead of scattered additions, and in leaving out the masks that only expert
+parallelism needs. Used while a memory is built on a GPU, never otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations import moe
+
+from knn_moe.routers.model_state import unwrap
+
+NAME: Final = "knn_moe_grouped"
+
+
+class SpreadRows(torch.autograd.Function):
+    """Row `source[i]` of x to place i; every row goes to `copies` places."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, source: Tensor, places: Tensor, copies: int) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.copies = copies
+        return x[source]
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None, None, None]:
+        (places,) = ctx.saved_tensors
+        (slope,) = slopes
+        return slope[places].view(-1, ctx.copies, slope.shape[-1]).sum(dim=1), None, None, None
+
+
+class PermuteRows(torch.autograd.Function):
+    """Row `order[i]` of x to place i; `inverse` undoes it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return x[order]
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return slopes[0][inverse], None, None
+
+
+def grouped_experts(
+    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Σ_j a_j E_j(x). Shapes: hidden_states [T, d]; top_k_index, top_k_weights [T, k] → [T, d]."""
+    top_k = top_k_index.shape[-1]
+    expert, order = torch.sort(top_k_index.reshape(-1))
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=order.device)
+    counts = torch.histc(expert.int(), bins=self.num_experts, min=0, max=self.num_experts - 1)
+    offsets = torch.cumsum(counts, dim=0, dtype=torch.int32)
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        bias = getattr(self, f"{name}_bias")[expert] if self.has_bias else None
+        result: Tensor = moe._grouped_linear(
+            x, getattr(self, name), offsets, bias=bias, is_transposed=self.is_transposed
+        )
+        return result
+
+    spread: Any = SpreadRows.apply
+    permute: Any = PermuteRows.apply
+    x: Tensor = spread(hidden_states, order // top_k, inverse, top_k)
+    if self.has_gate:
+        x = self._apply_gate(linear(x, "gate_up_proj"))
+    else:
+        x = self.act_fn(linear(x, "up_proj"))
+    x = linear(x, "down_proj")
+    if getattr(self, "has_post_expert_norm", False):
+        x = self.post_expert_norm(x)
+    x = permute(x, inverse, order).view(-1, top_k, hidden_states.shape[-1])
+    return (x * top_k_weights[:, :, None]).sum(dim=1).to(hidden_states.dtype)
+
+
+@contextmanager
+def fast_experts(model: nn.Module) -> Iterator[None]:
+    """The fastest experts that have gradients, for as long as this lasts."""
+    inner = unwrap(model)
+    before = getattr(getattr(inner, "config", None), "_experts_implementation", None)
+    chosen = _fastest(inner)
+    try:
+        if before is not None and chosen != before:
+            inner.set_experts_implementation(chosen)
+    except ValueError:  # a family with experts of its own kind
+        before = None
+    try:
+        yield
+    finally:
+        if before is not None and chosen != before:
+            inner.set_experts_implementation(before)
+
+
+def _fastest(model: Any) -> str:
+    if model.dtype == torch.float64:
+        return "eager"  # grouped products know no doubles
+    plain = model.device.type != "cuda" or torch.distributed.is_initialized()
+    if plain or not hasattr(moe, "_grouped_linear"):
+        return "grouped_mm"
+    moe.ALL_EXPERTS_FUNCTIONS.register(NAME, grouped_experts)
+    return NAME

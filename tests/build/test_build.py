@@ -1,0 +1,388 @@
+"""Building: what is kept, what is left as it was, and what a kill costs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from conftest import family, make_texts
+from helpers.families import FAMILIES
+from knn_moe import BuildConfig, Example, RoutingConfig, RoutingMemory, attach, build_memory
+from knn_moe.bench.models import number_tokenizer
+from knn_moe.build.build import BuildProgress
+from knn_moe.config import PRESETS
+from knn_moe.errors import (
+    BuildError,
+    ModelTooLargeError,
+    ReferenceSetError,
+    UnsupportedModelError,
+)
+from knn_moe.routers.grouped_experts import fast_experts, grouped_experts
+from knn_moe.build.optimise import optimise_routing
+from knn_moe.build.checkpoint import partial_folder
+
+TEXTS = make_texts(14)
+OWN_EXPERTS = {"llama4_text", "dbrx", "jetmoe", "longcat_flash"}  # not to be set
+
+
+def test_the_papers_preset(model: PreTrainedModel, tokenizer: object) -> None:
+    config = BuildConfig(preset="paper")
+    assert (config.steps, config.learning_rate, config.gradient) == (1, 2e-2, "sparse")
+    memory = build_memory(model, tokenizer, TEXTS, config)
+    assert memory.routing == RoutingConfig(k=1, similarity="rbf")
+    assert build_memory(model, tokenizer, TEXTS).build == memory.build
+    assert set(PRESETS) == {"paper", "strong"}
+
+
+def test_the_strong_preset(model: PreTrainedModel, tokenizer: object) -> None:
+    config = BuildConfig(preset="strong")
+    assert (config.steps, config.learning_rate, config.gradient) == (5, 2.0, "dense")
+    memory = build_memory(model, tokenizer, TEXTS, config)
+    assert memory.routing == RoutingConfig(
+        k=16, similarity="rbf", gamma_scale=1.5, confidence_scale=0.2
+    )
+    with attach(model, memory) as routing:
+        assert routing.config == memory.routing
+
+
+def test_batches_change_nothing_but_rounding(model: PreTrainedModel, tokenizer: object) -> None:
+    one_by_one = build_memory(model, tokenizer, TEXTS, BuildConfig(batch_tokens=1))
+    together = build_memory(model, tokenizer, TEXTS, BuildConfig(batch_tokens=10_000))
+    for index, layer in one_by_one.layers.items():
+        torch.testing.assert_close(layer.keys, together.layers[index].keys)
+        torch.testing.assert_close(layer.values, together.layers[index].values)
+        assert layer.gamma == pytest.approx(together.layers[index].gamma, rel=1e-5)
+
+
+def test_more_steps_go_further(model: PreTrainedModel, tokenizer: object) -> None:
+    still, once, often = (
+        build_memory(model, tokenizer, TEXTS, BuildConfig(steps=steps)).layers[0].values
+        for steps in (0, 1, 4)
+    )
+    assert 0 < (once - still).norm() < (often - still).norm()
+
+
+def test_the_last_token_has_nothing_to_learn(model: PreTrainedModel, tokenizer: object) -> None:
+    own = build_memory(model, tokenizer, TEXTS, BuildConfig(steps=0))
+    learned = build_memory(model, tokenizer, TEXTS, BuildConfig(learning_rate=1.0))
+    last = torch.cat([own.provenance.example.diff(), torch.ones(1)]).bool()
+    moved = (learned.layers[1].values - own.layers[1].values).abs().sum(dim=-1)
+    assert (moved[last] == 0).all()
+    assert (moved[~last] > 0).all()
+
+
+def test_completion_tokens_only(model: PreTrainedModel, tokenizer: object) -> None:
+    examples = [Example("3 4 5 ", "6 7"), Example("8 9 ", "10 11 12")]
+    memory = build_memory(model, tokenizer, examples, BuildConfig(tokens="completion"))
+    # The tokens that predict the completion: the last of the prompt, and all but the last after.
+    assert memory.provenance.token.tolist() == [5, 6, 9, 10, 11]
+    assert memory.provenance.position.tolist() == [2, 3, 1, 2, 3]
+    everything = build_memory(model, tokenizer, examples)
+    assert everything.provenance.token.tolist() == [3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
+    torch.testing.assert_close(memory.layers[0].keys, everything.layers[0].keys[[2, 3, 6, 7, 8]])
+
+
+def test_a_batch_of_prompts_alone_fills_no_rows(model: PreTrainedModel, tokenizer: object) -> None:
+    examples = [Example("3 4 5 6 7 8 9 10 ", "11 12"), Example("3 4 ", "5")]
+    config = BuildConfig(tokens="completion", max_length=4, batch_tokens=4)
+    memory = build_memory(model, tokenizer, examples, config)
+    # Windows 3-6, 7-10, 11-12: a completion's first token needs its prompt in the same window.
+    assert memory.provenance.token.tolist() == [11, 4]
+
+
+def test_long_texts_are_cut_into_windows(model: PreTrainedModel, tokenizer: object) -> None:
+    text = make_texts(1, seed=2, shortest=25, longest=25)[0]
+    memory = build_memory(model, tokenizer, [text, "3 4"], BuildConfig(max_length=10))
+    assert memory.provenance.example.tolist() == [0] * 25 + [1] * 2
+    assert memory.provenance.position.tolist() == [*range(25), 0, 1]
+    parts = [" ".join(text.split()[start : start + 10]) for start in (0, 10, 20)]
+    apart = build_memory(model, tokenizer, [*parts, "3 4"])
+    torch.testing.assert_close(memory.layers[0].keys, apart.layers[0].keys)
+
+
+def test_the_model_is_left_as_it_was(model: PreTrainedModel, tokenizer: object) -> None:
+    model.train()
+    model.model.norm.requires_grad_(False)
+    model.set_experts_implementation("eager")
+    trainable = {name: p.requires_grad for name, p in model.named_parameters()}
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    build_memory(model, tokenizer, TEXTS)
+    assert model.training
+    assert model.config._experts_implementation == "eager"
+    assert {name: p.requires_grad for name, p in model.named_parameters()} == trainable
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in state.items())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_it_builds_whatever_mode_it_is_called_in(model: PreTrainedModel, tokenizer: object) -> None:
+    expected = build_memory(model, tokenizer, TEXTS).layers[0].values
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            built = build_memory(model, tokenizer, TEXTS)
+        assert torch.equal(built.layers[0].values, expected)
+
+
+def test_building_on_an_attached_model_is_refused(
+    model: PreTrainedModel, tokenizer: object, memory: RoutingMemory
+) -> None:
+    with attach(model, memory), pytest.raises(BuildError, match="detach it"):
+        build_memory(model, tokenizer, TEXTS)
+
+
+def test_logits_that_are_not_finite_are_told(model: PreTrainedModel, tokenizer: object) -> None:
+    with pytest.raises(BuildError, match=r"not finite\. Lower the learning rate"):
+        build_memory(model, tokenizer, TEXTS, BuildConfig(learning_rate=3e38, steps=2))
+
+
+def test_a_tokenizer_of_another_model_is_told(model: PreTrainedModel) -> None:
+    with pytest.raises(ReferenceSetError, match="token 500, and the model knows 128"):
+        build_memory(model, number_tokenizer(1000), ["3 500"])
+
+
+def test_a_compiled_model_is_built_on_all_the_same(
+    model: PreTrainedModel, tokenizer: object, compiled_state: None
+) -> None:
+    expected = build_memory(model, tokenizer, TEXTS)
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        compiled(torch.tensor([[3, 4, 5]]), use_cache=False)
+    built = build_memory(compiled, tokenizer, TEXTS)
+    assert built.base_model == expected.base_model
+    torch.testing.assert_close(built.layers[1].values, expected.layers[1].values)
+
+
+def test_progress_reaches_every_token(model: PreTrainedModel, tokenizer: object) -> None:
+    seen: list[BuildProgress] = []
+    build_memory(model, tokenizer, TEXTS, BuildConfig(batch_tokens=50), on_progress=seen.append)
+    assert [step.stage for step in seen[-2:]] == ["seal", "done"]
+    tokens = [step.tokens for step in seen]
+    assert tokens == sorted(tokens)
+    assert seen[-1].tokens == seen[-1].total_tokens == sum(len(text.split()) for text in TEXTS)
+
+
+def test_a_build_that_fails_leaves_nothing(
+    model: PreTrainedModel, tokenizer: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exhausted(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(model.model.layers[0], "forward", exhausted)
+    with pytest.raises(ModelTooLargeError, match="Lower batch_tokens"):
+        build_memory(model, tokenizer, TEXTS, folder=tmp_path / "memory")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_is_too_small(
+    model: PreTrainedModel, tokenizer: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = type("Usage", (), {"free": 100})
+    monkeypatch.setattr("knn_moe.build.checkpoint.shutil.disk_usage", lambda path: usage)
+    with pytest.raises(BuildError, match="GB free"):
+        build_memory(model, tokenizer, TEXTS, folder=tmp_path / "memory")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_without_routers(tokenizer: object) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2,
+    )  # fmt: skip
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM has no router"):
+        build_memory(LlamaForCausalLM(config), tokenizer, TEXTS)
+
+
+BUILD_SCRIPT = textwrap.dedent(
+    """
+    import os, signal, sys
+    sys.path.insert(0, {tests!r})
+    import torch
+    from conftest import family, make_texts
+    torch.set_num_threads(1)  # as conftest has it: what two add differs in its last digits
+    from knn_moe import BuildConfig, build_memory
+    from knn_moe.bench.models import number_tokenizer
+
+    def die(progress):
+        if progress.tokens >= 200:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    build_memory(
+        family("olmoe"), number_tokenizer(128), make_texts(30), BuildConfig(batch_tokens=40),
+        folder={folder!r}, on_progress=die,
+    )
+    """
+)
+
+
+def test_after_a_kill_it_goes_on_and_gives_the_same_memory(
+    model: PreTrainedModel, tokenizer: object, tmp_path: Path
+) -> None:
+    texts, config = make_texts(30), BuildConfig(batch_tokens=40)
+    folder = tmp_path / "killed"
+    script = BUILD_SCRIPT.format(tests=str(Path(__file__).parent), folder=str(folder))
+    ended = subprocess.run([sys.executable, "-c", script], check=False)
+    assert ended.returncode == -signal.SIGKILL
+    assert not folder.exists()
+    done = len((partial_folder(folder) / "journal.txt").read_text().splitlines())
+    seen: list[BuildProgress] = []
+    resumed = build_memory(model, tokenizer, texts, config, folder=folder, on_progress=seen.append)
+    whole = build_memory(model, tokenizer, texts, config, folder=tmp_path / "whole")
+    assert done >= 1
+    # Killed as it reported its 200th token: of those, at most one batch was not on disk yet.
+    assert 200 - 40 <= seen[-1].resumed_tokens < seen[-1].total_tokens
+    for name in ("layer-000.safetensors", "layer-001.safetensors", "tokens.safetensors"):
+        assert (folder / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert [layer.gamma for layer in resumed.layers.values()] == [
+        layer.gamma for layer in whole.layers.values()
+    ]
+    assert not partial_folder(folder).exists()
+
+
+def test_a_failure_keeps_all_that_was_computed(
+    model: PreTrainedModel, tokenizer: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from knn_moe.build import build
+
+    calls = []
+
+    def fail_at_fifth(*arguments: object) -> object:
+        calls.append(arguments)
+        if len(calls) == 5:
+            raise ZeroDivisionError
+        return optimise_routing(*arguments)
+
+    monkeypatch.setattr(build, "optimise_routing", fail_at_fifth)
+    with pytest.raises(ZeroDivisionError):
+        build_memory(model, tokenizer, TEXTS, BuildConfig(batch_tokens=40), folder=tmp_path / "m")
+    assert (partial_folder(tmp_path / "m") / "journal.txt").read_text() == "0\n1\n2\n3\n"
+
+
+def stop(progress: BuildProgress) -> None:
+    if progress.tokens > 100:
+        raise KeyboardInterrupt
+
+
+def test_half_a_line_in_the_journal_does_not_count(
+    model: PreTrainedModel, tokenizer: object, tmp_path: Path
+) -> None:
+    folder, config = tmp_path / "memory", BuildConfig(batch_tokens=40)
+    with pytest.raises(KeyboardInterrupt):
+        build_memory(model, tokenizer, TEXTS, config, folder=folder, on_progress=stop)
+    with (partial_folder(folder) / "journal.txt").open("a") as journal:
+        journal.write("1")  # of "12", say
+    with pytest.raises(KeyboardInterrupt):
+        build_memory(model, tokenizer, TEXTS, config, folder=folder, on_progress=stop)
+    resumed = build_memory(model, tokenizer, TEXTS, config, folder=folder)
+    whole = build_memory(model, tokenizer, TEXTS, config)
+    assert torch.equal(resumed.layers[0].keys, whole.layers[0].keys)
+
+
+def test_going_on_with_something_else_is_refused(
+    model: PreTrainedModel, tokenizer: object, tmp_path: Path
+) -> None:
+    folder, config = tmp_path / "memory", BuildConfig(batch_tokens=40)
+    with pytest.raises(KeyboardInterrupt):
+        build_memory(model, tokenizer, TEXTS, config, folder=folder, on_progress=stop)
+    with pytest.raises(BuildError, match="another model, reference set or config"):
+        build_memory(model, tokenizer, TEXTS[1:], config, folder=folder)
+    with pytest.raises(BuildError, match="another model, reference set or config"):
+        build_memory(model, tokenizer, TEXTS, BuildConfig(steps=2), folder=folder)
+    assert len(build_memory(model, tokenizer, TEXTS, config, folder=folder)) > 100
+
+
+PEAK_SCRIPT = textwrap.dedent(
+    """
+    import threading
+    from pathlib import Path
+    from transformers import OlmoeConfig, OlmoeForCausalLM
+    from knn_moe import BuildConfig, build_memory
+    from knn_moe.bench.models import number_tokenizer, random_texts
+
+    config = OlmoeConfig(
+        vocab_size=128, hidden_size=512, intermediate_size=8, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, num_experts=4, num_experts_per_tok=1,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )
+    model, tokenizer = OlmoeForCausalLM(config).eval(), number_tokenizer(128)
+
+    def peak(sequences):
+        most, ended = [0], threading.Event()
+
+        def watch():  # anonymous memory: mapped files are the kernel's to keep or drop
+            while not ended.wait(0.002):
+                status = Path("/proc/self/status").read_text().splitlines()
+                line = next(line for line in status if line.startswith("RssAnon:"))
+                most[0] = max(most[0], int(line.split()[1]) * 1024)
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        examples = (text for text in random_texts(sequences, 32, 128))
+        build_memory(model, tokenizer, examples, BuildConfig(batch_tokens=1024))
+        ended.set()
+        watcher.join()
+        return most[0]
+
+    print(peak(50), peak(200), peak(1600))
+    """
+)
+
+
+def test_memory_does_not_grow_with_the_reference_set() -> None:
+    # Freed blocks go back to the system at once, so that what is seen is what is held.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "262144"}
+    command = [sys.executable, "-c", PEAK_SCRIPT]
+    output = subprocess.run(command, env=environment, check=True, capture_output=True).stdout
+    _, few, many = map(int, output.split())
+    bytes_of_keys = 2 * 512 * 4 * 32 * (1600 - 200)
+    assert many - few < bytes_of_keys / 5
+
+
+@pytest.mark.parametrize(
+    "name",
+    [entry.name for entry in FAMILIES if entry.name not in OWN_EXPERTS],
+)
+def test_building_experts_equal_the_models_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.integrations import moe
+
+    calls = []
+
+    def counted(*args: object) -> torch.Tensor:
+        calls.append(args)
+        return grouped_experts(*args)
+
+    histogram = torch.histc  # on a CPU it counts floats only; the experts hand it integers
+    monkeypatch.setattr(torch, "histc", lambda x, **kwargs: histogram(x.float(), **kwargs))
+    monkeypatch.setitem(moe.ALL_EXPERTS_FUNCTIONS._global_mapping, "ours", counted)
+    model = family(name)
+    ids = torch.randint(3, 128, (2, 9))
+    results = []
+    for implementation in ("grouped_mm", "ours"):
+        model.set_experts_implementation(implementation)
+        logits = model(ids, use_cache=False).logits
+        table = model.get_input_embeddings().weight
+        results.append((logits, torch.autograd.grad(logits.square().sum(), table)[0]))
+    assert len(calls) > 0
+    for own, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, own)
+
+
+def test_experts_are_put_back_after_an_error(model: PreTrainedModel) -> None:
+    model.set_experts_implementation("eager")
+    with pytest.raises(ZeroDivisionError), fast_experts(model):
+        _ = 1 / (model.config._experts_implementation != "grouped_mm")
+    assert model.config._experts_implementation == "eager"
+
+
+def test_no_leftovers(tmp_path: Path, model: PreTrainedModel, tokenizer: object) -> None:
+    build_memory(model, tokenizer, TEXTS, folder=tmp_path / "a" / "memory")
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["memory"]

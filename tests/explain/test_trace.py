@@ -1,0 +1,238 @@
+"""A trace against the same thing by hand, and against the model's own router logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from conftest import BUILD, TEXTS, encode, family, make_texts
+from knn_moe import RoutingConfig, RoutingMemory, attach, build_memory, find_routers
+from knn_moe.errors import AttachError, ConfigError
+from knn_moe.explain.trace import LayerTrace, trace
+
+three_families = pytest.mark.parametrize("name", ["olmoe", "qwen3_moe", "gpt_oss"])
+
+
+def router_inputs(model: PreTrainedModel, run: Callable[[], object]) -> dict[int, Tensor]:
+    """What each router was given while `run` ran the model."""
+    seen: dict[int, Tensor] = {}
+    handles = []
+    for router in find_routers(model):
+
+        def look(module: object, args: tuple[Tensor, ...], layer: int = router.layer) -> None:
+            seen[layer] = args[0].detach().reshape(-1, 32)
+
+        handles.append(router.module.register_forward_pre_hook(look))
+    run()
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+def experts(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
+    """The experts of each MoE layer, from the router logits the model returns."""
+    logits = model(ids, use_cache=False, output_router_logits=True).router_logits
+    return [layer.reshape(-1, 8).topk(2).indices.sort().values for layer in logits]
+
+
+@three_families
+def test_equals_the_same_by_hand(name: str, tokenizer: object, prompt: Tensor) -> None:
+    model = family(name)
+    memory = build_memory(model, tokenizer, TEXTS, BUILD)
+    base = experts(model, prompt)
+    traced: dict[int, LayerTrace] = {}
+    with attach(model, memory, RoutingConfig(k=3)) as routing:
+        inputs = router_inputs(model, lambda: traced.update(trace(model, routing, prompt)))
+        stats = routing.stats()
+        used = experts(model, prompt)
+    assert list(traced) == list(memory.layers) == list(inputs)
+    for place, (index, layer) in enumerate(traced.items()):
+        cases = memory.layers[index]
+        distance = torch.cdist(inputs[index].double(), cases.keys.double()).square()
+        nearest, rows = distance.topk(3, largest=False)
+        similarity = torch.exp(-cases.gamma * nearest)
+        torch.testing.assert_close(layer.squared_distance, nearest.float(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(distance.gather(1, layer.rows), nearest, rtol=1e-4, atol=1e-5)
+        assert (layer.rows == rows).float().mean() > 0.9  # but where two are equally near
+        weight = (similarity / similarity.sum(dim=1, keepdim=True)).float()
+        torch.testing.assert_close(layer.weight, weight, rtol=1e-3, atol=1e-5)
+        confidence = similarity.mean(dim=1).float()
+        torch.testing.assert_close(layer.confidence, confidence, rtol=1e-3, atol=1e-5)
+        assert torch.equal(layer.after, used[place])
+        if place == 0:
+            assert torch.equal(layer.before, base[0])
+        changed = (layer.before != layer.after).any(dim=1)
+        assert stats[index].changed == pytest.approx(float(changed.float().mean()))
+        assert stats[index].mean_confidence == pytest.approx(float(layer.confidence.mean()))
+        assert stats[index].tokens == len(layer.rows) == prompt.numel()
+    assert any((layer.before != layer.after).any() for layer in traced.values())
+
+
+@three_families
+def test_a_text_of_the_reference_recalls_itself(
+    name: str, tokenizer: Callable[..., dict[str, list[int]]]
+) -> None:
+    model = family(name)
+    memory = build_memory(model, tokenizer, TEXTS, BUILD)
+    ids = encode(tokenizer, TEXTS[3])
+    with attach(model, memory) as routing:
+        first = trace(model, routing, ids)[0]
+    torch.testing.assert_close(first.squared_distance, torch.zeros_like(first.squared_distance))
+    torch.testing.assert_close(first.confidence, torch.ones_like(first.confidence))
+    torch.testing.assert_close(first.weight, torch.ones_like(first.weight))
+    for token, row in enumerate(first.rows[:, 0].tolist()):
+        context, place = memory.provenance.context(row, before=100, after=0)
+        assert context == ids[0, : token + 1].tolist()
+        assert place == token
+
+
+@pytest.mark.parametrize("similarity", ["rbf", "rbf-unit", "cosine"])
+def test_every_similarity(
+    similarity: str, model: PreTrainedModel, memory: RoutingMemory, prompt: Tensor
+) -> None:
+    with attach(model, memory, RoutingConfig(k=4, similarity=similarity)) as routing:
+        traced = trace(model, routing, prompt)
+    for layer in traced.values():
+        assert layer.rows.shape == layer.weight.shape == (9, 4)
+        assert (layer.squared_distance.diff(dim=1) >= 0).all()
+        assert (layer.weight.diff(dim=1) <= 1e-6).all()
+        torch.testing.assert_close(layer.weight.sum(dim=1), torch.ones(9))
+
+
+def test_before_is_known_without_statistics(
+    model: PreTrainedModel, memory: RoutingMemory, prompt: Tensor
+) -> None:
+    with attach(model, memory) as routing:
+        expected = trace(model, routing, prompt)
+    with attach(model, memory, replace(memory.routing, stats=False)) as routing:
+        silent = trace(model, routing, prompt)
+        assert routing.stats()[0].changed is None
+    for index in expected:
+        assert torch.equal(silent[index].before, expected[index].before)
+        assert torch.equal(silent[index].after, expected[index].after)
+
+
+def test_swapped_experts() -> None:
+    nothing = torch.zeros(3, 1)
+    layer = LayerTrace(
+        *(nothing, nothing, nothing, nothing[:, 0]),
+        before=torch.tensor([[0, 3], [1, 2], [4, 5]]),
+        after=torch.tensor([[0, 3], [2, 7], [1, 6]]),
+        change=torch.zeros(3, 8),
+    )
+    assert layer.swapped(0) == ((), ())
+    assert layer.swapped(1) == ((7,), (1,))
+    assert layer.swapped(2) == ((1, 6), (4, 5))
+    assert all(isinstance(expert, int) for expert in layer.swapped(2)[0])
+
+
+def test_a_batch_is_its_rows_one_after_the_other(
+    model: PreTrainedModel, memory: RoutingMemory
+) -> None:
+    ids = torch.randint(3, 128, (3, 7))
+    with attach(model, memory, RoutingConfig(k=2)) as routing:
+        together = trace(model, routing, ids)
+        alone = [trace(model, routing, row[None]) for row in ids]
+    for index, layer in together.items():
+        assert torch.equal(layer.rows, torch.cat([one[index].rows for one in alone]))
+        torch.testing.assert_close(
+            layer.confidence,
+            torch.cat([one[index].confidence for one in alone]),
+            rtol=1e-4,
+            atol=1e-5,
+        )
+
+
+def test_tracing_leaves_the_model_as_it_was(
+    model: PreTrainedModel, memory: RoutingMemory, prompt: Tensor
+) -> None:
+    with attach(model, memory) as routing:
+        before = model(prompt, use_cache=False).logits
+        trace(model, routing, prompt)
+        assert all(hook.observer is None for hook in routing._hooks)
+        assert torch.equal(model(prompt, use_cache=False).logits, before)
+        assert {layer.calls for layer in routing.stats().values()} == {3}
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_failed_run_leaves_no_observer(
+    error: type[BaseException], model: PreTrainedModel, memory: RoutingMemory, prompt: Tensor
+) -> None:
+    def fail(module: object, args: object) -> None:
+        raise error
+
+    with attach(model, memory) as routing:
+        broken = model.lm_head.register_forward_pre_hook(fail)
+        with pytest.raises(error):
+            trace(model, routing, prompt)
+        assert all(hook.observer is None for hook in routing._hooks)
+        broken.remove()
+        assert set(trace(model, routing, prompt)) == {0, 1}
+
+
+def test_a_compiled_model_is_traced_and_not_compiled_again(
+    model: PreTrainedModel, memory: RoutingMemory, prompt: Tensor, compiled_state: None
+) -> None:
+    compilations = []
+
+    def count(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+        compilations.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, backend=count, fullgraph=True)
+    with attach(model, memory, RoutingConfig(k=2)) as routing, torch.no_grad():
+        expected = trace(model, routing, prompt)
+        compiled(prompt, use_cache=False)
+        traced = trace(compiled, routing, prompt)
+        compiled(prompt, use_cache=False)
+        assert {layer.calls for layer in routing.stats().values()} == {4}
+    assert len(compilations) == 1
+    for index, layer in expected.items():
+        for name, value in vars(layer).items():
+            assert torch.equal(getattr(traced[index], name), value)
+
+
+def test_only_the_attached_layers(
+    model: PreTrainedModel, memory: RoutingMemory, prompt: Tensor
+) -> None:
+    with attach(model, memory, RoutingConfig(layers=(1,))) as routing:
+        assert set(trace(model, routing, prompt)) == {1}
+
+
+def test_an_empty_memory_has_no_trace(
+    model: PreTrainedModel, memory: RoutingMemory, prompt: Tensor
+) -> None:
+    layers = {
+        index: replace(layer, keys=layer.keys[:0], values=layer.values[:0])
+        for index, layer in memory.layers.items()
+    }
+    provenance = replace(memory.provenance, key=memory.provenance.key[:0])
+    with attach(model, replace(memory, layers=layers, provenance=provenance)) as routing:
+        assert trace(model, routing, prompt) == {}
+
+
+def test_what_cannot_be_traced_is_told(
+    model: PreTrainedModel, memory: RoutingMemory, prompt: Tensor
+) -> None:
+    with attach(model, memory) as routing:
+        with pytest.raises(ConfigError, match=r"got \[9\]"):
+            trace(model, routing, prompt[0])
+        with pytest.raises(AttachError, match="the model that the memory is attached to"):
+            trace(family("olmoe"), routing, prompt)
+    with pytest.raises(AttachError, match="not attached"):
+        trace(model, routing, prompt)
+
+
+def test_in_bfloat16(tokenizer: object) -> None:
+    model = family("olmoe").to(torch.bfloat16)
+    memory = build_memory(model, tokenizer, TEXTS, BUILD)
+    ids = encode(tokenizer, make_texts(1, seed=8)[0])
+    with attach(model, memory, RoutingConfig(k=2)) as routing:
+        layer = trace(model, routing, ids)[0]
+    assert layer.rows.dtype == layer.before.dtype == layer.after.dtype == torch.int64
+    assert layer.squared_distance.dtype == layer.confidence.dtype == torch.float32

@@ -1,0 +1,165 @@
+"""A memory that forgets examples, and one that learns more: as if it had been built so."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from adapt.test_prune import memory, model, network, plain, said, same_cases
+from conftest import BUILD, family, make_texts
+from helpers.commands import knn_moe
+from knn_moe import RoutingMemory, build_memory, prune
+from knn_moe.errors import ConfigError
+
+__all__ = ["memory", "model", "network", "plain"]  # fixtures
+
+
+# Dropping examples
+
+
+def test_a_memory_without_an_example_is_as_if_it_had_never_read_it(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    texts = make_texts(10)
+    config = replace(BUILD, batch_tokens=1)  # a batch each: rounding is the same in both
+    built = build_memory(model, tokenizer, texts, config)
+    rest = built.without([2, 5], folder=tmp_path / "rest")
+    never = build_memory(
+        model, tokenizer, [text for n, text in enumerate(texts) if n not in (2, 5)], config
+    )
+    for index, layer in rest.full_layers().items():
+        assert torch.equal(layer.keys, never.full_layers()[index].keys)
+        assert torch.equal(layer.values, never.full_layers()[index].values)
+        assert layer.gamma == pytest.approx(never.full_layers()[index].gamma)
+    for name in ("stream", "begin", "offset_of_window", "key"):
+        assert torch.equal(getattr(rest.provenance, name), getattr(never.provenance, name))
+    assert rest.provenance.example.unique().tolist() == [0, 1, 3, 4, 6, 7, 8, 9]
+    again = rest.without([3])
+    assert 3 not in again.provenance.example
+
+
+def test_nothing_of_a_dropped_example_is_in_the_files(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """Every byte of it: its tokens in a row, and each of its keys."""
+    texts = [*make_texts(6), " ".join(str(n) for n in range(20, 40))]
+    built = build_memory(model, tokenizer, texts, BUILD)
+    built.without([6], folder=tmp_path / "rest")
+    built.save_pretrained(tmp_path / "whole")
+    mine = built.provenance.example == 6
+    traces = [built.provenance.token[mine][:6].int().numpy().tobytes()]
+    for layer in built.full_layers().values():
+        traces += [row.numpy().tobytes() for row in (*layer.keys[mine], *layer.values[mine])]
+    written, before = (
+        b"".join(path.read_bytes() for path in sorted((tmp_path / name).iterdir()))
+        for name in ("rest", "whole")
+    )
+    assert all(trace in before for trace in traces)
+    assert not any(trace in written for trace in traces)
+
+
+@pytest.mark.parametrize(
+    ("examples", "message"),
+    [
+        ([99], "no example 99: it has 24, numbered 0 to 23"),
+        ([-1], "no example -1"),
+        ([], "No example to drop"),
+        (range(24), "All 24 examples would go"),
+    ],
+)
+def test_what_cannot_be_dropped(
+    memory: RoutingMemory, examples: list[int], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        memory.without(examples, folder=tmp_path / "rest")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_twin_must_go_too(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
+    texts = make_texts(4)
+    twice = build_memory(model, tokenizer, [*texts, texts[1]], BUILD)
+    with pytest.raises(ConfigError, match="Example 4 says the same"):
+        twice.without([1])
+    assert twice.without([1, 4]).provenance.num_examples == 3
+
+
+def test_dropping_from_a_pruned_memory_keeps_its_kernel(
+    model: PreTrainedModel, plain: RoutingMemory
+) -> None:
+    small = prune(model, plain, 0.5)
+    rest = small.without([7])
+    assert rest.layers[0].gamma == plain.layers[0].gamma
+    assert rest.header.pruned == small.header.pruned
+    assert 7 in small.provenance.example
+    assert 7 not in rest.provenance.example
+    assert plain.without([7]).layers[0].gamma != plain.layers[0].gamma
+
+
+def test_what_a_calibration_learned_from_them_goes_too(plain: RoutingMemory) -> None:
+    header = replace(plain.header, calibration={"helps": True})
+    rest = replace(plain, header=header).without([7])
+    assert rest.header.calibration is None
+    assert rest.routing == plain.build.routing()
+
+
+# The commands
+
+
+def test_the_drop_command(plain: RoutingMemory, tmp_path: Path) -> None:
+    plain.save_pretrained(tmp_path / "memory")
+    drop = ("drop", tmp_path / "memory", "-o", tmp_path / "rest", "--example")
+    refused = knn_moe(*drop, 99)
+    assert refused.exit_code == 2
+    assert "no example 99" in said(refused)
+    assert [path.name for path in tmp_path.iterdir()] == ["memory"]
+    done = knn_moe(*drop, 0, "--example", 5, "--json")
+    assert done.exit_code == 0, done.output
+    facts = json.loads(done.stdout)
+    rest = RoutingMemory.from_pretrained(tmp_path / "rest")
+    assert facts["examples"] == rest.provenance.num_examples == 38
+    assert facts["cases"] + facts["dropped"] == len(plain)
+
+
+def test_appending_is_building_both(
+    network: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    first, more = make_texts(5), make_texts(4, seed=1)
+    for name, texts in (("first", first), ("more", more), ("both", first + more)):
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        (tmp_path / f"{name}.jsonl").write_text(lines)
+    options = ("--steps", 2, "--learning-rate", 5, "--batch-tokens", 1)
+    for name in ("first", "both"):
+        source = tmp_path / f"{name}.jsonl"
+        assert knn_moe("build", network, source, "-o", tmp_path / name, *options).exit_code == 0
+    append = ("build", network, tmp_path / "more.jsonl", "--append", tmp_path / "first")
+    done = knn_moe(*append, "-o", tmp_path / "grown")
+    assert done.exit_code == 0, done.output
+    grown, both = (RoutingMemory.from_pretrained(tmp_path / name) for name in ("grown", "both"))
+    assert same_cases(grown, both)
+    assert grown.build == both.build
+    refused = knn_moe(*append, "-o", tmp_path / "other", "--steps", 3)
+    assert refused.exit_code == 2
+    assert "built with steps 2, and 3 was asked for" in said(refused)
+    again = knn_moe(*append, "-o", tmp_path / "first", "--overwrite")
+    assert again.exit_code == 0, again.output
+    assert same_cases(RoutingMemory.from_pretrained(tmp_path / "first"), both)
+    left = {path.name for path in tmp_path.iterdir() if path.is_dir()}
+    assert left == {"first", "both", "grown"}
+
+
+def test_appending_to_another_model_s_memory_is_told_first(
+    network: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    build_memory(family("gpt_oss"), tokenizer, make_texts(3), BUILD, folder=tmp_path / "foreign")
+    (tmp_path / "more.jsonl").write_text(json.dumps({"text": "4 5 6 7"}) + "\n")
+    source = tmp_path / "more.jsonl"
+    foreign, grown = tmp_path / "foreign", tmp_path / "grown"
+    refused = knn_moe("build", network, source, "--append", foreign, "-o", grown)
+    assert refused.exit_code == 2
+    assert "was built for" in said(refused)
+    assert {path.name for path in tmp_path.iterdir()} == {"foreign", "more.jsonl"}

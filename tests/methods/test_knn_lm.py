@@ -1,0 +1,373 @@
+"""kNN-LM: the mixture of a plain loop, on any model, and nothing of it left afterwards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from conftest import family, make_texts
+from helpers import tiny
+from knn_moe.errors import ConfigError, ReferenceSetError, UnsupportedModelError
+from knn_moe.evaluation.evaluate import EvalConfig, evaluate
+from knn_moe.index import IndexConfig, build_index
+from knn_moe.methods import Setting, prepare
+from knn_moe.methods.knn_lm import (
+    KnnLm,
+    KnnLmConfig,
+    KnnLmHead,
+    Neighbours,
+    Store,
+    choose,
+    held_apart,
+    prepare_knn_lm,
+    read_store,
+)
+from knn_moe.methods.knn_moe import routing_memory
+from knn_moe.support.embedded_models import EMBEDDED_MODELS
+from knn_moe.tasks import Task, TaskData, Text
+from knn_moe.tasks.likelihood import choice_scores, token_losses
+
+WORDS = "a stone the river some bread green light one mountain two birds rain".split()  # noqa: SIM905
+GIVEN = KnnLmConfig(k=6, weight=0.3, temperature=90.0)
+
+
+def sentences(count: int, seed: int) -> list[dict[str, str]]:
+    draw = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(6, 30, (count,), generator=draw).tolist()
+    drawn = [torch.randint(len(WORDS), (length,), generator=draw) for length in lengths]
+    return [{"text": " ".join(WORDS[place] for place in places)} for places in drawn]
+
+
+TASK = Task(name="words", title="Words", kind=Text(), files="words")
+DATA = TaskData(TASK, sentences(6, seed=1), sentences(14, seed=0), "made up")
+
+
+@pytest.fixture(scope="module")
+def words() -> Any:
+    return tiny.words()
+
+
+@pytest.fixture(scope="module", params=EMBEDDED_MODELS)
+def each(request: pytest.FixtureRequest, words: Any) -> Setting:
+    return Setting(tiny.trained(request.param), words, DATA, "text", length=24)
+
+
+@pytest.fixture(scope="module")
+def setting(words: Any) -> Setting:
+    return Setting(tiny.trained("tiny-olmoe"), words, DATA, "text", length=24)
+
+
+@pytest.fixture(params=["gemma4_text", "granitemoe", "jamba"])
+def other(request: pytest.FixtureRequest, tokenizer: Any) -> Setting:
+    """Logits that are capped or scaled after the output embedding, and layers of another kind."""
+    rows = [{"text": text} for text in make_texts(9)]
+    return Setting(family(request.param), tokenizer, TaskData(TASK, rows, rows, ""), "text")
+
+
+def windows(setting: Setting) -> Iterator[Tensor]:
+    """Each text of the reference, cut as it will be asked."""
+    for row in setting.rows:
+        yield from torch.tensor(setting.tokenizer(row["text"])["input_ids"]).split(setting.length)
+
+
+@torch.no_grad()
+def states(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Of one sequence: what the output embedding reads [T, d], and the logits [T, V]."""
+    seen: list[Tensor] = []
+    head = model.get_output_embeddings()
+    handle = head.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    logits = model(ids[None], use_cache=False).logits
+    handle.remove()
+    return seen[0][0], logits[0]
+
+
+def slow_mixture(
+    setting: Setting, config: KnnLmConfig, ids: Tensor
+) -> tuple[Tensor, list[tuple[float, int]]]:
+    """p(y | x) of each token, by a loop over all that was read; and the last token's nearest."""
+    store = []
+    for window in windows(setting):
+        hidden, _ = states(setting.model, window)
+        store += list(zip(hidden, window[1:].tolist(), strict=False))
+    hidden, logits = states(setting.model, ids)
+    rows = []
+    for query, own in zip(hidden, logits, strict=True):
+        near = sorted((float((query - key).square().sum()), value) for key, value in store)
+        near = near[: config.k]
+        shares = torch.softmax(torch.tensor([-d / config.temperature for d, _ in near]), dim=0)
+        row = (1 - config.weight) * own.float().softmax(dim=0)
+        for share, (_, value) in zip(shares, near, strict=True):
+            row[value] += config.weight * share
+        rows.append(row)
+    return torch.stack(rows), near
+
+
+def check_mixture(setting: Setting, ids: Tensor, temperature: float) -> None:
+    config = replace(GIVEN, temperature=temperature)
+    expected, _ = slow_mixture(setting, config, ids)
+    method = prepare_knn_lm(setting, config)
+    with method.on(setting.model), torch.no_grad():
+        logits = setting.model(ids[None], use_cache=False).logits[0]
+    torch.testing.assert_close(logits.exp(), expected, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(logits.softmax(dim=-1), expected, rtol=1e-3, atol=1e-5)
+
+
+def test_the_mixture_is_that_of_a_plain_loop(each: Setting) -> None:
+    check_mixture(each, torch.tensor(each.tokenizer("the green stone, some rain")["input_ids"]), 90)
+
+
+def test_the_mixture_of_other_families(other: Setting, prompt: Tensor) -> None:
+    check_mixture(other, prompt[0], temperature=20)
+
+
+def test_the_store_holds_the_tokens_of_a_routing_memory(each: Setting) -> None:
+    """Batches are padded, and padding is no token."""
+    store = read_store(each)
+    memory = routing_memory(each).provenance
+    starts = set(memory.begin.tolist())
+    rows = [row for row in range(len(memory)) if row + 1 not in starts]
+    assert store.values.tolist() == memory.stream[torch.tensor(rows) + 1].tolist()
+    assert store.example.tolist() == memory.example[rows].tolist()
+    keys, own = [], []
+    for window in windows(each):
+        hidden, logits = states(each.model, window)
+        keys.append(hidden[:-1])
+        likelihoods = logits[:-1].log_softmax(dim=-1)
+        own.append(likelihoods.gather(1, window[1:, None])[:, 0])
+    torch.testing.assert_close(store.keys, torch.cat(keys), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(store.own, torch.cat(own), rtol=1e-3, atol=1e-3)
+
+
+def test_without_weight_it_is_the_model_alone(setting: Setting) -> None:
+    ids = torch.tensor([setting.tokenizer(DATA.test[0]["text"])["input_ids"]])
+    alone = setting.model(ids).logits
+    with prepare_knn_lm(setting, replace(GIVEN, weight=0.0)).on(setting.model):
+        assert torch.equal(setting.model(ids).logits, alone)
+        assert not setting.model._forward_hooks
+
+
+def test_a_token_asked_again_predicts_what_followed(each: Setting) -> None:
+    method = prepare_knn_lm(each, KnnLmConfig(k=1, weight=0.999, temperature=1.0))
+    text = max(windows(each), key=len)
+    with method.on(each.model):
+        losses = token_losses(each.model, text[None], 1)
+    # Texts that begin alike go on differently: of one token, two may know.
+    assert losses.correct[0, 3:].all()
+    assert float(losses.nll[0, 3:].max()) < 0.01
+    assert not token_losses(each.model, text[None], 1).correct.all()
+
+
+def test_generating_is_taking_the_likeliest(setting: Setting) -> None:
+    """By way of a cache, with only the last logits, and padded on the left."""
+    method = prepare_knn_lm(setting, replace(GIVEN, weight=0.8))
+    model, prompts = setting.model, ["the river some", "a green mountain two birds"]
+    ids = [setting.tokenizer(prompt)["input_ids"] for prompt in prompts]
+    longest = max(map(len, ids))
+    padded = torch.tensor([[0] * (longest - len(row)) + row for row in ids])
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in ids])
+    asked: Any = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+    with method.on(model), torch.no_grad():
+        written = model.generate(padded, **asked, pad_token_id=0)[:, longest:]
+        for row, new in zip(ids, written.tolist(), strict=True):
+            for token in new:
+                likeliest = model(torch.tensor([row]), use_cache=False).logits[0, -1].argmax()
+                assert token == int(likeliest)
+                row.append(token)
+    assert written.tolist() != model.generate(padded, **asked, pad_token_id=0)[:, longest:].tolist()
+
+
+def test_choices_are_scored_as_when_read_whole(setting: Setting) -> None:
+    """By way of the contexts' cache, in rows of another number."""
+    context = torch.tensor([setting.tokenizer("some bread green light")["input_ids"]])
+    options = torch.tensor([[[40, 50, 60], [70, 80, 90]]])
+    with prepare_knn_lm(setting, GIVEN).on(setting.model), torch.no_grad():
+        scores, _ = choice_scores(setting.model, context, options, torch.ones(1, 2, 3).bool())
+        for score, option in zip(scores[0], options[0], strict=True):
+            ids = torch.cat([context, option[None]], dim=1)
+            likely = setting.model(ids, use_cache=False).logits[0, -4:-1]
+            assert float(likely.gather(1, option[:, None]).sum()) == pytest.approx(float(score))
+
+
+def test_a_model_in_bf16(words: Any) -> None:
+    model = tiny.trained("tiny-qwen3").to(torch.bfloat16)
+    setting = Setting(model, words, DATA, "text", length=24)
+    method = prepare_knn_lm(setting)
+    assert setting.made("knn-lm-store", lambda: None).keys.dtype == torch.bfloat16
+    ids = torch.tensor([words(DATA.test[0]["text"])["input_ids"]])
+    with method.on(model), torch.no_grad():
+        logits = model(ids, use_cache=False).logits
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits.exp().sum(dim=-1), torch.ones(ids.shape))
+
+
+def test_a_peft_model(tokenizer: Any, prompt: Tensor) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    rows = [{"text": text} for text in make_texts(6)]
+    data = TaskData(TASK, rows, rows, "")
+    wrapped = get_peft_model(family("olmoe"), LoraConfig(r=4, target_modules=["q_proj"]))
+    alone = wrapped(input_ids=prompt).logits.log_softmax(dim=-1)
+    with prepare_knn_lm(Setting(wrapped, tokenizer, data, "text"), GIVEN).on(wrapped):
+        mixed = wrapped(input_ids=prompt).logits
+    lost = (mixed - alone).detach()
+    assert float(lost.min()) == pytest.approx(math.log(0.7), abs=1e-5)
+    assert float(lost.max()) > 0
+
+
+def test_the_model_is_left_as_it_was(each: Setting) -> None:
+    model = each.model
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.train()
+    try:
+        method = prepare("knn+knn-lm", each).method
+        with method.on(model):
+            model(torch.tensor([[5, 6, 7]]))
+        with pytest.raises(IndexError), method.on(model):
+            model(torch.tensor([[5, 6, 1 << 20]]))  # no such token
+        assert all(module.training for module in model.modules())
+    finally:
+        model.eval()
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+    after = model.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+def made_up(examples: int, tokens: int, *, telling: bool) -> Store:
+    """Keys far from all others; `telling`: each has its like in every other example."""
+    draw = torch.Generator().manual_seed(0)
+    keys = torch.randn(examples, tokens, 8, generator=draw) * 10
+    values = torch.randint(1000, (examples, tokens), generator=draw)
+    if telling:
+        keys = keys[:1] + torch.randn(keys.shape, generator=draw) * 0.1
+        values = values[:1].expand_as(values)
+    example = torch.arange(examples)[:, None].expand_as(values)
+    own = torch.full((examples * tokens,), -1.0)
+    return Store(keys.flatten(0, 1), values.flatten(), own, example.flatten())
+
+
+def test_held_out_examples_are_not_in_the_store_they_are_asked_of() -> None:
+    """Each token would find itself, with what followed; and in other examples, nothing."""
+    chosen, held_out = choose(made_up(20, 10, telling=False), KnnLmConfig(), seed=0)
+    assert chosen.weight == 0.0
+    assert held_out == {"tokens": 30, "nll_alone": 1.0, "nll": 1.0}
+
+
+def test_what_is_chosen_helps_held_out_examples() -> None:
+    chosen, held_out = choose(made_up(20, 10, telling=True), KnnLmConfig(), seed=0)
+    assert chosen.weight == 0.9
+    expected = -math.log(0.1 * math.exp(-1.0) + 0.9)
+    assert held_out["nll"] == pytest.approx(expected, abs=1e-4)
+    given, other = choose(made_up(20, 10, telling=True), KnnLmConfig(k=3, weight=0.2), seed=0)
+    assert (given.k, given.weight) == (3, 0.2)
+    assert held_out["nll"] < other["nll"] < 1.0
+
+
+def test_the_loss_that_is_chosen_by_is_that_of_the_head(setting: Setting) -> None:
+    """The head with a store of all but the examples held out, and these put to the model."""
+    store = read_store(setting)
+    config, held_out = choose(store, KnnLmConfig(weight=0.3), setting.seed)
+    asked, rest = held_apart(store, setting.seed)
+    examples = asked.example.unique().tolist()
+    assert len(examples) == 2
+    assert not set(examples) & set(rest.example.tolist())
+    losses = []
+    with KnnLm(rest.searched_by(IndexConfig()), config).on(setting.model):
+        for number in examples:
+            ids = torch.tensor(setting.tokenizer(setting.rows[number]["text"])["input_ids"])
+            for window in ids.split(setting.length):
+                losses.append(token_losses(setting.model, window[None], 1).nll[0])
+    assert held_out["nll"] == pytest.approx(float(torch.cat(losses).mean()), abs=1e-4)
+
+
+def test_what_is_asked_later_changes_nothing(words: Any, setting: Setting) -> None:
+    facts = []
+    for test in (DATA.test, DATA.reference):
+        data = TaskData(TASK, test, DATA.reference, "")
+        facts.append(prepare("knn-lm", Setting(setting.model, words, data, "text")).method.facts())
+    assert facts[0] == facts[1]
+
+
+def test_nothing_found_leaves_the_model_its_word() -> None:
+    class Blind:
+        """Searches lists that are empty, as an approximate index may."""
+
+        def search(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
+            empty = torch.zeros(len(queries), k, dtype=torch.long)
+            return torch.full(empty.shape, torch.inf), empty
+
+        def tensors(self) -> dict[str, Tensor]:
+            return {}
+
+    logits = torch.randn(2, 3, 11)
+    head = KnnLmHead(Neighbours(Blind(), torch.tensor([4])), replace(GIVEN, k=1))
+    mixed = head.mixed(torch.randn(2, 3, 5), logits)
+    torch.testing.assert_close(mixed, logits.log_softmax(dim=-1))
+
+
+def test_an_approximate_index_finds_about_the_same() -> None:
+    keys = torch.randn(600, 64) @ torch.randn(64, 64)
+    values = torch.randint(50, (600,))
+    logits, hidden = torch.randn(40, 50), keys[:40] + 0.01 * torch.randn(40, 64)
+    mixed = []
+    for kind in ("exact", "fast"):
+        index = build_index(keys, IndexConfig(kind=kind), torch.device("cpu"))
+        config = KnnLmConfig(k=4, weight=0.5, temperature=10.0)
+        mixed.append(KnnLmHead(Neighbours(index, values), config).mixed(hidden, logits).exp())
+    assert float((mixed[0] - mixed[1]).abs().mean()) < 1e-3
+    assert float((mixed[0] - logits.softmax(dim=-1)).abs().mean()) > 1e-2
+
+
+def test_alone_and_together_through_an_evaluation(setting: Setting, tmp_path: Path) -> None:
+    config = EvalConfig(length=24, batch_size=4)
+    losses = {}
+    for name in ("zero-shot", "knn", "knn-lm", "knn+knn-lm"):
+        prepared = prepare(name, setting)
+        run = evaluate(
+            setting.model, setting.tokenizer, DATA, prepared, config, folder=tmp_path / name
+        )
+        losses[name] = sum(sample.nll or 0.0 for sample in run.samples) / len(run.samples)
+        facts = run.facts["method_facts"]
+        if name == "knn-lm":
+            assert {"cases", "k", "weight", "temperature", "held_out"} <= set(facts)
+            assert facts["held_out"]["nll"] < facts["held_out"]["nll_alone"]
+        elif name == "knn+knn-lm":
+            assert set(facts) == {"knn", "knn-lm"}
+    assert len(set(losses.values())) == 4
+    # The same few words again and again: routing learns from them, and so does the head.
+    assert losses["knn+knn-lm"] < losses["knn-lm"] < losses["zero-shot"]
+    assert losses["knn+knn-lm"] < losses["knn"]
+
+
+def test_what_cannot_be_is_said(words: Any, setting: Setting) -> None:
+    for wrong, told in (
+        ({"k": 0}, "k must be at least 1, got 0"),
+        ({"weight": 1.0}, "weight must be at least 0 and less than 1, got 1.0"),
+        ({"temperature": 0.0}, "temperature must be positive, got 0.0"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            KnnLmConfig(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(ReferenceSetError, match="Of one example none can be held out"):
+        choose(made_up(1, 10, telling=True), KnnLmConfig(), seed=0)
+    one = TaskData(TASK, DATA.test, [{"text": "a"}], "")
+    with pytest.raises(ReferenceSetError, match="has two tokens: nothing follows"):
+        prepare_knn_lm(Setting(setting.model, words, one, "text"))
+    with (
+        prepare_knn_lm(setting, GIVEN).on(setting.model),
+        pytest.raises(UnsupportedModelError, match="return_dict=True"),
+    ):
+        setting.model(torch.tensor([[5, 6]]), return_dict=False)
+
+
+def test_a_tokenizer_of_another_model_is_told(words: Any) -> None:
+    with pytest.raises(ReferenceSetError, match="and the model knows 128"):
+        prepare_knn_lm(Setting(family("olmoe"), words, DATA, "text"))

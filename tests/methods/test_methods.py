@@ -1,0 +1,131 @@
+"""Methods by name: what is shared between them, what it took, and what is found again on disk."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+from evaluation.test_evaluate import questions
+from helpers.tiny import model, tokenizer  # noqa: F401
+from knn_moe.errors import ConfigError, KnnMoeError
+from knn_moe.evaluation.compare import Line
+from knn_moe.methods import METHODS, KnnMoe, Method, Setting, ZeroShot, prepare, prepared_on
+from knn_moe.methods.knn_moe import routing_memory
+from knn_moe.reproduce.results import BETTER, WORSE, mark
+from knn_moe.support.statistics import Accuracy, Comparison
+from knn_moe.tasks import Choice, Task, TaskData
+
+
+@pytest.fixture
+def setting(model: PreTrainedModel, tokenizer: Any) -> Setting:
+    task = Task(name="quiz", title="Quiz", kind=Choice(), files="quiz")
+    data = TaskData(task, questions(4), questions(6, seed=1), "made up")
+    return Setting(model, tokenizer, data, "likelihood", limit=3, preset="paper")
+
+
+def test_every_name_leads_to_a_function() -> None:
+    for name, entry in METHODS.items():
+        module, _, function = entry.prepare.partition(":")
+        assert callable(getattr(import_module(f"knn_moe.methods.{module}"), function)), name
+
+
+def test_what_is_shared_is_made_once_and_counts_for_each(setting: Setting) -> None:
+    first = prepare("knn", setting)
+    again = prepare("knn-ivfpq", setting)
+    assert isinstance(first.method, KnnMoe)
+    assert isinstance(again.method, KnnMoe)
+    assert first.method.memory is again.method.memory
+    assert again.method.name == "knn-ivfpq"
+    took = setting._made["memory-paper"][1]
+    assert min(first.seconds, again.seconds) >= took > 0
+    assert prepare("zero-shot", setting).seconds < took
+
+
+def test_a_memory_is_found_again(setting: Setting, tmp_path: Path) -> None:
+    kept = replace(setting, folder=tmp_path)
+    built = prepare("knn", kept)
+    (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    before = (folder / "memory_config.json").stat().st_mtime_ns
+    found = prepare("knn", replace(setting, folder=tmp_path, _made={}))
+    assert (folder / "memory_config.json").stat().st_mtime_ns == before
+    assert isinstance(found.method, KnnMoe)
+    assert len(found.method.memory) == len(built.method.memory)  # type: ignore[attr-defined]
+    # What it took then is what it takes.
+    clock = float((tmp_path / f"seconds-of-{folder.name}").read_text(encoding="utf8"))
+    assert found.seconds >= clock > 0
+
+
+def test_another_references_memory_is_not_taken_for_it(setting: Setting, tmp_path: Path) -> None:
+    routing_memory(replace(setting, folder=tmp_path))
+    rows = questions(6, seed=2)
+    other = TaskData(setting.data.task, setting.data.test, rows, "made up")
+    with pytest.raises(KnnMoeError, match="exists already"):
+        routing_memory(replace(setting, data=other, folder=tmp_path, _made={}))
+
+
+def test_a_given_memory_serves_all_but_the_papers_setting(setting: Setting) -> None:
+    given = routing_memory(setting)
+    with_it = replace(setting, memory=given, preset="strong", _made={})
+    assert prepare("knn", with_it).method.memory is given  # type: ignore[attr-defined]
+    assert prepare("knn-paper", with_it).method.memory is not given  # type: ignore[attr-defined]
+
+
+def test_a_calibrated_memory_is_shared_with_the_head_beside_it(setting: Setting) -> None:
+    task = setting.data.task
+    data = TaskData(task, setting.data.test, questions(40, seed=1), "made up")
+    many = replace(setting, data=data, limit=None)
+    alone = prepare("knn-calibrated", many)
+    both = prepare("knn-calibrated+knn-lm", many)
+    assert isinstance(alone.method, KnnMoe)
+    found = alone.method.facts()["calibration"]
+    assert len(found["targets"]) == 8
+    assert found == alone.method.memory.header.calibration
+    assert both.method.facts()["knn-calibrated"]["calibration"] == found
+    assert min(alone.seconds, both.seconds) >= many._made["memory-calibrated"][1] > 0
+
+
+def test_what_a_method_was_prepared_on(setting: Setting) -> None:
+    assert prepared_on("zero-shot", setting) == {}
+    facts = prepared_on("knn", setting)
+    assert (facts["reference"], facts["rows"], facts["preset"]) == (3, 6, "paper")
+    assert prepare("knn", setting).on == facts
+    given = replace(setting, memory=routing_memory(setting))
+    assert given.facts()["memory"] != facts["memory"]
+
+
+def test_of_a_secret_task_no_memory_is_kept(setting: Setting, tmp_path: Path) -> None:
+    task = replace(setting.data.task, secret=True)
+    data = replace(setting.data, task=task)
+    routing_memory(replace(setting, data=data, folder=tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_names_are_told(setting: Setting) -> None:
+    with pytest.raises(ConfigError, match=r"Unknown method 'knn-ivf'. Did you mean 'knn-ivfpq'\?"):
+        prepare("knn-ivf", setting)
+    assert type(prepare("zero-shot", setting).method) is ZeroShot
+    assert isinstance(ZeroShot(), Method)
+
+
+@pytest.mark.parametrize(
+    ("difference", "p", "accuracy", "loss"),
+    [
+        (0.1, 0.01, BETTER, WORSE),
+        (-0.1, 0.01, WORSE, BETTER),
+        (0.1, 0.2, "", ""),
+        (0, 0.01, "", ""),
+    ],
+)
+def test_marks_say_which_way(difference: float, p: float, accuracy: str, loss: str) -> None:
+    change = Comparison(difference, difference - 0.1, difference + 0.1, p)
+    line = Line(
+        task="a", title="A", method="b", scoring="text", items=9, score=Accuracy(0.5, 0.4, 0.6, 9),
+        nll=1.0, unparsed=0, near_ties=0, change=change, nll_change=change,
+    )  # fmt: skip
+    assert mark(line) == accuracy
+    assert mark(line, lower_is_better=True) == loss

@@ -1,0 +1,255 @@
+"""Router bias on the fly: it serves its own question, and no other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from conftest import family
+from helpers.tiny import model, tokenizer, trained  # noqa: F401
+from knn_moe.errors import ConfigError
+from knn_moe.evaluation.evaluate import EvalConfig, ask, evaluate
+from knn_moe.methods import Setting, ZeroShot, prepare
+from knn_moe.methods.router_bias import Bias, RouterBias, RouterBiasConfig, biased, fit_bias
+from knn_moe.routers.find import find_routers
+from knn_moe.routers.intercept import RouterHook
+from knn_moe.support.embedded_models import EMBEDDED_MODELS
+from knn_moe.tasks import Choice, Number, Task, TaskData, Text
+from knn_moe.tasks.answers import by_likelihood
+from knn_moe.tasks.likelihood import mean_losses, token_losses
+
+TEXT = """The lighthouse keeper counted ships from the stone tower. In the evening the fog came in
+from the river, and two birds slept under the lamp. Nobody in the village believed the story of
+the green light, but the old woman had seen it twice. She wrote down the hour, the wind and the
+colour of the water, and on the third night she carried her book to the harbour."""
+PROMPTS = [TEXT[:160], TEXT[160:240], "Two birds", TEXT[:300]]
+CONFIG = RouterBiasConfig(steps=3, learning_rate=1.0)
+
+
+@pytest.fixture(scope="module", params=EMBEDDED_MODELS)
+def each(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return trained(request.param)
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer: Any) -> list[list[int]]:
+    return [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+
+
+QUIZ = TaskData(
+    Task(name="quiz", title="Quiz", kind=Choice(), files="quiz"),
+    [
+        {"question": f"What did the {who} see?", "choices": ["a ship", "the fog at night", "rain"],
+         "answer": place % 3}
+        for place, who in enumerate(("keeper", "old woman", "bird", "judge", "old man"))
+    ],
+    [],
+    "made up",
+)  # fmt: skip
+LIKELY = EvalConfig(scoring="likelihood", batch_size=4)
+WINDOWS = TaskData(
+    Task(name="words", title="Words", kind=Text(), files="words"), [{"text": TEXT}], [], "made up"
+)
+HALVES = EvalConfig(length=40, batch_size=2)
+
+
+def under(
+    model: PreTrainedModel, fitted: list[torch.Tensor], row: int, start: int = 0
+) -> list[Bias]:
+    routers = find_routers(model)
+    return [
+        Bias(router, part[row : row + 1], start)
+        for router, part in zip(routers, fitted, strict=True)
+    ]
+
+
+def test_a_bias_lowers_its_own_prompts_loss(
+    each: PreTrainedModel, prompts: list[list[int]]
+) -> None:
+    before = mean_losses(each, prompts)
+    fitted = fit_bias(each, prompts, CONFIG)
+    for row, prompt in enumerate(prompts):
+        with biased(under(each, fitted, row)):
+            after = mean_losses(each, [prompt])
+        assert float(after) < float(before[row]) - 0.01
+
+
+def test_prompts_of_a_batch_are_nothing_to_each_other(
+    each: PreTrainedModel, prompts: list[list[int]]
+) -> None:
+    together = fit_bias(each, prompts, CONFIG)
+    for row, prompt in enumerate(prompts):
+        for layer, alone in enumerate(fit_bias(each, [prompt], CONFIG)):
+            torch.testing.assert_close(together[layer][row], alone[0], rtol=0, atol=1e-5)
+            assert float(alone.abs().max()) > 0.01
+
+
+def test_a_step_goes_down_the_slope_of_the_mean_loss(
+    model: PreTrainedModel, prompts: list[list[int]]
+) -> None:
+    """Against finite differences of the last layer, where no expert changes."""
+    prompt, config = prompts[2], RouterBiasConfig(steps=1, learning_rate=1.0)
+    slope = -fit_bias(model, [prompt], config)[-1][0]
+    last = find_routers(model)[-1]
+    for expert in range(last.num_experts):
+        losses = []
+        for step in (1e-2, -1e-2):
+            rows = torch.zeros(1, last.num_experts)
+            rows[0, expert] = step
+            with biased([Bias(last, rows)]):
+                losses.append(float(mean_losses(model, [prompt])))
+        assert float(slope[expert]) == pytest.approx((losses[0] - losses[1]) / 2e-2, abs=1e-3)
+
+
+def test_without_steps_it_is_the_model_alone(
+    each: PreTrainedModel, tokenizer: Any, tmp_path: Path
+) -> None:
+    none = RouterBias(RouterBiasConfig(steps=0))
+    for data, config in ((QUIZ, LIKELY), (WINDOWS, HALVES)):
+        runs = [
+            evaluate(each, tokenizer, data, method, config, folder=tmp_path / data.task.name / name)
+            for name, method in (("alone", ZeroShot()), ("none", none))
+        ]
+        assert runs[0].samples == runs[1].samples
+
+
+def test_a_text_is_fitted_on_its_first_half_and_told_in_its_second(
+    each: PreTrainedModel, tokenizer: Any, tmp_path: Path
+) -> None:
+    """Experts read each token for itself here: in groups of another size they round otherwise."""
+    question = ask(tokenizer, WINDOWS, HALVES).questions[0]
+    window = torch.tensor([question.ids])
+    usual = each.config._experts_implementation
+    each.set_experts_implementation("batched_mm")
+    try:
+        alone = token_losses(each, window, 1)
+        fitted = fit_bias(each, [question.ids[:20]], RouterBiasConfig())
+        with biased(under(each, fitted, 0, start=20)):
+            told = token_losses(each, window, 1)
+        method = prepare("router-bias", Setting(each, tokenizer, WINDOWS, "text")).method
+        run = evaluate(each, tokenizer, WINDOWS, method, HALVES, folder=tmp_path / "run")
+    finally:
+        each.set_experts_implementation(usual)
+    # The token at place 20 is the first that a biased place predicts the next of.
+    assert torch.equal(alone.nll[:, :20], told.nll[:, :20])
+    assert (alone.nll[:, 20:] != told.nll[:, 20:]).all()
+    first = next(sample for sample in run.samples if sample.id == question.id)
+    assert first.nll == pytest.approx(float(told.nll.mean()), abs=1e-4)
+
+
+def test_what_is_scored_of_a_text_is_not_what_was_fitted_on(
+    model: PreTrainedModel, tokenizer: Any
+) -> None:
+    """Another second half changes nothing of the bias."""
+    method = RouterBias(CONFIG, halves=True)
+    question = ask(tokenizer, WINDOWS, HALVES).questions[0]
+    assert method.fitted_on(question) == question.ids[:20]
+    assert RouterBias(CONFIG).fitted_on(question) == question.ids
+
+
+def test_questions_are_answered_under_their_own_bias(
+    each: PreTrainedModel, tokenizer: Any, tmp_path: Path
+) -> None:
+    """The prompt and what goes on after it, by way of the cache, each question by itself."""
+    method = RouterBias(CONFIG)
+    run = evaluate(each, tokenizer, QUIZ, method, LIKELY, folder=tmp_path / "biased")
+    alone = evaluate(each, tokenizer, QUIZ, ZeroShot(), LIKELY, folder=tmp_path / "alone")
+    found = {sample.id: sample for sample in run.samples}
+    assert [(s.id, s.batch) for s in run.samples] == [(s.id, s.batch) for s in alone.samples]
+    for question in ask(tokenizer, QUIZ, LIKELY).questions:
+        with biased(under(each, fit_bias(each, [question.ids], CONFIG), 0)):
+            expected = by_likelihood(each)([question], 0)[0]
+            context = torch.tensor(question.ids)
+            for (option, skipped), said in zip(
+                question.choices, expected.likelihoods or (), strict=True
+            ):
+                whole = torch.cat([context, torch.tensor(option)])[None]
+                losses = token_losses(each, whole, 1).nll[0, len(context) - 1 + skipped :]
+                assert -float(losses.sum()) == pytest.approx(said, abs=1e-3)
+        sample = found[question.id]
+        assert sample.likelihoods == pytest.approx(expected.likelihoods, abs=1e-3)
+        assert sample.nll is None  # of the very tokens it was fitted on
+    plain = {sample.id: sample.likelihoods for sample in alone.samples}
+    assert all(plain[sample.id] != sample.likelihoods for sample in run.samples)
+
+
+def test_answers_in_words(model: PreTrainedModel, tokenizer: Any, tmp_path: Path) -> None:
+    rows = [{"question": f"How many ships? {word}", "answer": "2"} for word in ("One?", "Or two?")]
+    task = Task(name="sums", title="Sums", kind=Number(), files="sums")
+    data = TaskData(task, rows, [], "made up")
+    config = EvalConfig(batch_size=2, max_new_tokens=12)
+    method = RouterBias(RouterBiasConfig(steps=5, learning_rate=50.0))
+    run = evaluate(model, tokenizer, data, method, config, folder=tmp_path / "run")
+    for sample, question in zip(run.samples, ask(tokenizer, data, config).questions, strict=True):
+        ids = torch.tensor([question.ids])
+        said = []
+        for context in (biased(under(model, fit_bias(model, [question.ids], method.config), 0)),
+                        biased([])):  # fmt: skip
+            with context:
+                written = model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)
+            said.append(tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True))
+        assert sample.output == said[0] != said[1]
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "jamba", "granitemoe", "gemma4_text"])
+def test_other_families(name: str) -> None:
+    """Groups of experts, correction biases, layers without experts, norms before the router."""
+    other = family(name)
+    prompts = torch.randint(3, 128, (2, 12)).tolist()
+    before = mean_losses(other, prompts)
+    fitted = fit_bias(other, prompts, RouterBiasConfig(steps=3, learning_rate=0.1))
+    for row, prompt in enumerate(prompts):
+        with biased(under(other, fitted, row)):
+            assert float(mean_losses(other, [prompt])) < float(before[row])
+
+
+def test_a_model_in_bf16(tokenizer: Any, prompts: list[list[int]]) -> None:
+    model = trained("tiny-gpt-oss").to(torch.bfloat16)
+    before = mean_losses(model, prompts)
+    fitted = fit_bias(model, prompts, CONFIG)
+    assert all(part.dtype == torch.float32 for part in fitted)
+    with biased(under(model, fitted, 0)):
+        assert float(mean_losses(model, prompts[:1])) < float(before[0])
+
+
+def test_the_model_is_left_as_it_was(each: PreTrainedModel, tokenizer: Any, tmp_path: Path) -> None:
+    before = {name: tensor.clone() for name, tensor in each.state_dict().items()}
+    each.train()
+    each.lm_head.weight.requires_grad_(False)
+    try:
+        evaluate(each, tokenizer, QUIZ, RouterBias(CONFIG), LIKELY, folder=tmp_path / "run")
+        with pytest.raises(IndexError):
+            fit_bias(each, [[5, 6, 1 << 20]], CONFIG)  # no such token
+        assert all(module.training for module in each.modules())
+        assert not each.lm_head.weight.requires_grad
+    finally:
+        each.eval()
+        each.lm_head.weight.requires_grad_(True)
+    assert all(parameter.requires_grad for parameter in each.parameters())
+    assert all(parameter.grad is None for parameter in each.parameters())
+    hooks = [
+        hook
+        for part in each.modules()
+        for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+    ]
+    assert not any(isinstance(getattr(hook, "__self__", None), RouterHook) for hook in hooks)
+    after = each.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+def test_a_prompt_of_one_token_has_nothing_to_fit(model: PreTrainedModel) -> None:
+    assert all(not part.any() for part in fit_bias(model, [[5]], CONFIG))
+    fitted = fit_bias(model, [[5], [6, 7, 8]], CONFIG)
+    assert all(not part[0].any() and part[1].any() for part in fitted)
+
+
+def test_settings_outside_their_range_are_told() -> None:
+    with pytest.raises(ConfigError, match="steps must be at least 0, got -1"):
+        RouterBiasConfig(steps=-1)
+    with pytest.raises(ConfigError, match="learning_rate must be positive, got 0"):
+        RouterBiasConfig(learning_rate=0)

@@ -1,0 +1,350 @@
+"""The paper's tables again: every one is made, goes on after a stop, and says what it is of."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from evaluation.test_evaluate import questions
+from helpers.tiny import trained, words
+from knn_moe.cli.main import main
+from knn_moe.errors import ConfigError, KnnMoeError, RunError
+from knn_moe.evaluation.store import read_run
+from knn_moe.reproduce.paper import PAPER
+from knn_moe.reproduce.plan import PAPER_TASKS, Plan
+from knn_moe.reproduce.reproduce import TABLES, _begin, chosen_tables, reproduce
+from knn_moe.reproduce.study import Study
+from knn_moe.reproduce.table import Cell, Chart, Series, Table, number, percent, points, row
+from knn_moe.reproduce.write import latex, markdown, read_table, write_table
+
+TEX = Path(os.environ.get("KNN_MOE_DATA") or "../shared/data").parent / "paper.tex"
+LABELS = {  # of our tables in the paper
+    "main": "main_results", "perplexity": "why_works", "selective": "why_works2",
+    "reference-size": "size", "neighbours": "k", "steps": "s", "construction-time": "mem_time",
+    "inference-speed": "infer_speed", "memory-use": "vram", "c3po": "vs_c3po",
+    "load-balancing": "lb", "similarity": "s_func_results", "top1-share": "top1_share",
+    "seeds": "seed",
+}  # fmt: skip
+
+
+def load(name: str) -> tuple[Any, Any]:
+    return trained(name), words()
+
+
+@pytest.fixture(scope="module")
+def quiz(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("quiz")
+    for name, rows in (("quiz", questions(9)), ("quiz_ref", questions(7, seed=1))):
+        text = "".join(json.dumps(each) + "\n" for each in rows)
+        (folder / f"{name}.jsonl").write_text(text, encoding="utf8")
+    return str(folder / "quiz.jsonl")
+
+
+def small(quiz: str, folder: Path, **changes: Any) -> Study:
+    plan = {"models": ("tiny-olmoe",), "tasks": (quiz,), "sizes": (0.5, 1.0), "limit": 6}
+    return Study(Plan(**{**plan, **changes}), folder, load, lambda what, done, total: None)
+
+
+@pytest.fixture(scope="module")
+def everything(quiz: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Table]]:
+    """Every table there is, of a few questions."""
+    folder = tmp_path_factory.mktemp("all")
+    return folder, list(reproduce(small(quiz, folder), ["all"]))
+
+
+def test_all_fourteen_are_made_and_written(everything: tuple[Path, list[Table]]) -> None:
+    folder, tables = everything
+    assert [table.name for table in tables] == list(TABLES)
+    assert len(tables) == 14
+    page = (folder / "tables.md").read_text(encoding="utf8")
+    assert all(f"## {table.title}" in page for table in tables)
+    for table in tables:
+        for kind in ("json", "md", "tex", "svg"):
+            assert (folder / f"{table.name}.{kind}").stat().st_size > 100
+        assert read_table(folder, table.name) == table
+        assert any(cell.value is not None for cells in table.rows for cell in cells)
+        assert table.facts["models"] == ["tiny-olmoe"]
+        assert {"hardware", "versions", "seed", "tasks"} <= set(table.facts)
+        assert "not measured here" in (folder / f"{table.name}.md").read_text(encoding="utf8")
+
+
+def test_every_cell_of_a_question_is_measured(everything: tuple[Path, list[Table]]) -> None:
+    _, tables = everything
+    for table in tables:
+        assert [cell for cells in table.rows for cell in cells if cell.text == "-"] == []
+
+
+def test_tables_say_what_their_runs_say(everything: tuple[Path, list[Table]]) -> None:
+    folder, tables = everything
+    main_table = {cells[1].text: cells for cells in tables[0].rows}
+    for method, title in (("zero-shot", "Zero-shot"), ("knn", "kNN-MoE"), ("sft", "SFT")):
+        run = read_run(folder / "runs" / "tiny-olmoe" / "quiz" / method)
+        score = 100 * sum(sample.score for sample in run.samples) / len(run.samples)
+        assert main_table[title][2].value == pytest.approx(score)
+        assert len(run.samples) == 6
+    time = next(table for table in tables if table.name == "construction-time")
+    seconds = dict(zip(time.columns, time.rows[0], strict=True))
+    facts = read_run(folder / "runs" / "tiny-olmoe" / "quiz" / "sft").facts
+    assert seconds["SFT, search"].value == facts["preparation_seconds"]
+    rates = len(facts["method_facts"]["validation_losses"])
+    assert rates >= 3
+    assert seconds["SFT, one training"].value == facts["preparation_seconds"] / rates
+
+
+def test_less_is_remembered_of_less(everything: tuple[Path, list[Table]]) -> None:
+    _, tables = everything
+    held = next(table for table in tables if table.name == "memory-use")
+    exact = [cells[2].value for cells in held.rows]
+    assert exact == sorted(exact)  # type: ignore[type-var]
+    assert len(set(exact)) == 3
+
+
+def test_what_is_there_is_not_made_again(everything: tuple[Path, list[Table]], quiz: str) -> None:
+    folder, tables = everything
+    kept = folder / "runs" / "tiny-olmoe" / "quiz"
+    before = (kept / "knn" / "run.json").stat().st_mtime_ns
+    (folder / "perplexity.json").unlink()
+    (kept / "knn-paper-k-3" / "run.json").unlink()
+    (folder / "neighbours.json").unlink()
+    again = list(reproduce(small(quiz, folder), ["perplexity", "neighbours", "main"]))
+    assert again == [tables[1], tables[4], tables[0]]
+    assert (kept / "knn" / "run.json").stat().st_mtime_ns == before
+    assert (kept / "knn-paper-k-3" / "run.json").exists()
+
+
+def test_seeds_are_the_plans_and_two_more(quiz: str, tmp_path: Path) -> None:
+    (table,) = reproduce(small(quiz, tmp_path, seed=1, limit=3, reference=4), ["seeds"])
+    assert "seeds 1, 2, 3" in table.notes[0]
+    runs = tmp_path / "runs" / "tiny-olmoe" / "quiz"
+    found = {path.name for path in runs.iterdir() if path.name.startswith("sft-router")}
+    assert found == {"sft-router", "sft-router-seed-2", "sft-router-seed-3"}
+    facts = read_run(runs / "sft-router-seed-3").facts["method_facts"]
+    assert facts["seed"] == 3
+    assert len(facts["validation_losses"]) == 1
+
+
+def test_models_and_tasks_side_by_side(quiz: str, prose: str, tmp_path: Path) -> None:
+    """Two models, questions and text, in two processes: as in one."""
+    changes = {"models": ("tiny-olmoe", "tiny-qwen3"), "tasks": (quiz, prose), "limit": 4}
+    changes |= {"sizes": (1.0,), "reference": 3}
+    alone = small(quiz, tmp_path / "one", **changes)
+    names = ["perplexity", "reference-size"]
+    plain = list(reproduce(alone, names))
+    beside = list(reproduce(replace(alone, folder=tmp_path / "two", jobs=2), names))
+    for one, two in zip(plain, beside, strict=True):
+        assert two.facts["jobs"] == 2
+        assert [[cell.text for cell in cells] for cells in one.rows] == [
+            [cell.text for cell in cells] for cells in two.rows
+        ]
+    gains, sizes = plain
+    assert [cells[0].text for cells in gains.rows] == ["tiny-olmoe"] * 2 + ["tiny-qwen3"] * 2
+    assert [cells[0].text for cells in sizes.rows] == ["quiz.jsonl"] * 2 + ["prose.jsonl"] * 2
+    assert len(sizes.columns) == 2 + 4
+    nothing_yet = [cells for cells in sizes.rows if cells[1].text == "0%"]
+    assert [cell.text for cell in nothing_yet[1][2:]] == ["+0.000"] * 4
+
+
+@pytest.fixture(scope="module")
+def prose(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("prose")
+    line = "The {} river rose in the night and by morning the {} fields were under water. "
+    words = ("old", "broad", "lower", "upper", "far", "green", "grey", "near")
+    for name, shift in (("prose", 0), ("prose_ref", 3)):
+        rows = [
+            {"text": "".join(line.format(words[(n + m) % 8], m + shift) for m in range(20))}
+            for n in range(3 + shift)
+        ]
+        text = "".join(json.dumps(each) + "\n" for each in rows)
+        (folder / f"{name}.jsonl").write_text(text, encoding="utf8")
+    return str(folder / "prose.jsonl")
+
+
+def _wait_forever(there: Connection) -> None:
+    there.send("working")
+    Event().wait()
+
+
+def _study_of_one_process(there: Connection) -> None:
+    with ProcessPoolExecutor(1, get_context("spawn"), _begin, (1,)) as pool:
+        pool.submit(_wait_forever, there).result()
+
+
+def test_processes_end_with_a_study_that_is_killed() -> None:
+    """The pipe is open as long as one of them lives."""
+    context = get_context("spawn")
+    here, there = context.Pipe(duplex=False)
+    study = context.Process(target=_study_of_one_process, args=(there,))
+    study.start()
+    there.close()
+    assert here.recv() == "working"
+    study.kill()
+    with pytest.raises(EOFError):
+        here.recv()
+    study.join()
+
+
+def test_of_text_alone_there_is_no_c3po(prose: str, tmp_path: Path) -> None:
+    (table,) = reproduce(small(prose, tmp_path, limit=2), ["c3po"])
+    assert table.columns == ("model", "method")
+
+
+def test_what_could_not_be_done_leaves_no_study_behind(quiz: str, tmp_path: Path) -> None:
+    lonely = tmp_path / "lonely.jsonl"
+    lonely.write_text(Path(quiz).read_text(encoding="utf8"), encoding="utf8")
+    for changes, said in (
+        ({"tasks": ("mmul",)}, "mmlu"),
+        ({"tasks": (str(lonely),)}, "no reference set"),
+        ({"models": ("a/b", "a--b")}, "Two models have the name 'a--b'"),
+        ({"tasks": (quiz, quiz)}, "Two tasks have the name 'quiz'"),
+    ):
+        with pytest.raises(KnnMoeError, match=said):
+            list(reproduce(small(quiz, tmp_path / "out", **changes), ["perplexity"]))
+        assert not (tmp_path / "out").exists()
+
+
+def test_one_that_fails_keeps_no_other_from_being_made(
+    quiz: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(study: Study) -> Table:
+        raise ConfigError("This one cannot be made.")
+
+    broken = replace(TABLES["selective"], make=fails)
+    monkeypatch.setitem(TABLES, "selective", broken)
+    tables = reproduce(small(quiz, tmp_path, limit=3, reference=3), ["selective", "perplexity"])
+    assert next(tables).name == "perplexity"
+    with pytest.raises(ConfigError, match="cannot be made"):
+        next(tables)
+    assert (tmp_path / "perplexity.md").exists()
+    assert not (tmp_path / "selective.json").exists()
+
+
+def test_another_plan_needs_another_folder(everything: tuple[Path, list[Table]], quiz: str) -> None:
+    folder, _ = everything
+    with pytest.raises(RunError, match="has limit 6, not 5"):
+        list(reproduce(small(quiz, folder, limit=5), ["main"]))
+    other = replace(small(quiz, folder), dtype="bfloat16")
+    with pytest.raises(RunError, match="has dtype 'float32', not 'bfloat16'"):
+        list(reproduce(other, ["main"]))
+
+
+def test_names_and_plans_are_checked() -> None:
+    assert chosen_tables(["all", "main"]) == list(TABLES)
+    with pytest.raises(ConfigError, match="Did you mean 'neighbours'"):
+        chosen_tables(["neighbors"])
+    with pytest.raises(ConfigError, match="at least one of its models"):
+        Plan(models=())
+    with pytest.raises(ConfigError, match="shares"):
+        Plan(sizes=(2.0,))
+    paper = Plan.of_the_paper(("m",), None, limit=7)
+    assert (paper.tasks, paper.generate, paper.limit) == (PAPER_TASKS, True, 7)
+    assert (paper.preset, paper.presets, paper.steps_share) == ("paper", ("paper",), 1.0)
+    assert (paper.swept, paper.seeded) == (("medmcqa",), ("gpqa", "mmlu", "usmle"))
+    study = Study(paper, Path(), load, lambda what, done, total: None)
+    assert study.methods(["zero-shot", "knn-paper", "knn"]) == ["zero-shot", "knn"]
+    assert Plan(tasks=("arc_easy",)).swept == ("arc_easy",)
+    part = Plan(models=("a", "b")).of("b", "mmlu")
+    assert (part.models, part.tasks, part.swept, part.seeded) == (("b",), ("mmlu",), (), ())
+
+
+def test_every_table_has_the_papers_numbers() -> None:
+    assert list(PAPER) == list(TABLES)
+    for printed in PAPER.values():
+        assert all(len(cells) == len(printed.columns) for cells in printed.rows)
+
+
+@pytest.mark.skipif(not TEX.exists(), reason="the paper is not here")
+@pytest.mark.parametrize("name", list(TABLES))
+def test_the_papers_numbers_are_the_papers(name: str) -> None:
+    """Row by row: the numbers of each of ours end a row of the paper's table."""
+    text = TEX.read_text(encoding="utf8")
+    end = text.index(rf"\label{{tab:{LABELS[name]}}}")
+    table = text[text.rindex(r"\begin{tabular}", 0, end) : end]
+    rows = [_numbers(line) for line in table.split(r"\\")]
+    for cells in PAPER[name].rows:
+        ours = _numbers(" ".join(cells))
+        assert ours
+        assert any(row[-len(ours) :] == ours for row in rows), cells
+        marked = [cell.endswith("†") for cell in cells if _numbers(cell)]
+        line = next(x for x in table.split(r"\\") if _numbers(x)[-len(ours) :] == ours)
+        found = [("†" in part) for part in line.split("&") if _numbers(part)][-len(marked) :]
+        assert marked == found, cells
+
+
+def _numbers(text: str) -> list[str]:
+    return re.findall(r"[+-]?\d+\.\d+", text.replace(r"$\pm$", " "))
+
+
+def a_table() -> Table:
+    return Table(
+        name="a",
+        title="A_table",
+        columns=("what", "how % much"),
+        rows=(row("one & two", percent(0.1234, "†")), row("none", number(None, ".2f"))),
+        charts=(Chart("lines", ("x", "y"), (Series("s", (1.0, None)),), "axis"),),
+        paper=PAPER["selective"],
+    )
+
+
+def test_forms(tmp_path: Path) -> None:
+    table = a_table()
+    text = markdown(table)
+    assert "| one & two | 12.34† |" in text
+    assert "| kNN-MoE (Selective) | 30.30 | 47.85 | 35.41 |" in text
+    tex = latex(table)
+    assert r"one \& two & 12.34$^{\dagger}$ \\" in tex
+    assert r"A\_table" in tex
+    write_table(table, tmp_path)
+    first = (tmp_path / "a.svg").read_bytes()
+    write_table(table, tmp_path)
+    assert (tmp_path / "a.svg").read_bytes() == first
+    assert read_table(tmp_path, "a") == table
+    assert read_table(tmp_path, "b") is None
+    (tmp_path / "a.json").write_text("{}", encoding="utf8")
+    with pytest.raises(RunError, match="format None"):
+        read_table(tmp_path, "a")
+    assert [path.name for path in tmp_path.glob("*new*")] == []
+
+
+def test_cells() -> None:
+    assert points(-0.012) == Cell("-1.20", pytest.approx(-1.2))
+    assert number(float("nan"), ".2f").text == "-"
+    with pytest.raises(ValueError, match="2 cells under 1"):
+        Table(name="a", title="a", columns=("one",), rows=(row("a", "b"),))
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(main, list(arguments))
+
+
+def test_the_command(quiz: str, everything: tuple[Path, list[Table]]) -> None:
+    listed = call("reproduce", "--list", "--json")
+    assert [each["name"] for each in json.loads(listed.stdout)] == list(TABLES)
+    for wrong, said in (
+        (["nothing", "-o", "x"], "Unknown table 'nothing'"),
+        (["main"], "Needs a TABLE"),
+        (["main", "--as-printed", "-o", "x"], "--model must name"),
+    ):
+        result = call("reproduce", *wrong)
+        assert result.exit_code == 2
+        assert said in result.output
+        assert not Path("x").exists()
+
+
+def test_the_command_makes_a_table(quiz: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    asked = ["reproduce", "perplexity", "-o", str(out), "--model", "tiny-olmoe", "-t", quiz]
+    result = call(*asked, "--limit", "5", "--reference", "3", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert "Gains by perplexity" in result.stdout
+    assert (out / "perplexity.tex").exists()

@@ -1,0 +1,104 @@
+"""Finding routers: by declaration, by name, by adapter; and saying so when there are none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from conftest import family
+from helpers.families import FAMILIES, Family
+from knn_moe import find_routers
+from knn_moe.errors import UnsupportedModelError
+from knn_moe.routers import find as routers
+from knn_moe.routers.find import _declared, _named
+from knn_moe.routers.fingerprint import identify
+
+
+def test_a_router_says_what_it_maps(model: PreTrainedModel) -> None:
+    first = find_routers(model)[0]
+    assert (first.name, first.layer) == ("model.layers.0.mlp.gate", 0)
+    assert (first.hidden_size, first.num_experts, first.top_k) == (32, 8, 2)
+    assert first.module is model.model.layers[0].mlp.gate
+    assert "model.layers.0.mlp.gate" in repr(first)
+
+
+@pytest.mark.parametrize("entry", FAMILIES, ids=lambda entry: entry.name)
+def test_declaration_and_name_agree(entry: Family) -> None:
+    """Releases differ in what they declare; both ways must find the same modules."""
+    model = entry.build()
+    by_name = _named(model)
+    assert set(by_name.values()) == {router.module for router in find_routers(model)}
+    declared = _declared(model)
+    assert not declared or set(declared.values()) == set(by_name.values())
+
+
+def test_moe_attention_is_left_out() -> None:
+    model = family("jetmoe")
+    gates = [
+        name for name, module in model.named_modules() if "TopKGating" in type(module).__name__
+    ]
+    found = [router.name for router in find_routers(model)]
+    assert len(gates) == 2 * len(found)
+    assert not any("attention" in name for name in found)
+
+
+def test_gates_of_shared_experts_are_left_out() -> None:
+    model = family("qwen2_moe")
+    assert any("shared_expert_gate" in name for name, _ in model.named_modules())
+    assert not any("shared" in router.name for router in find_routers(model))
+
+
+class Switch(nn.Module):
+    """A router of nobody's making, under a name of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.top_k = 1
+        self.proj = nn.Linear(4, 3, bias=False)
+
+
+class Strange(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"chooser": Switch()}) for _ in range(2))
+
+
+def test_no_router_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"Strange has no router.*knn_moe\.routers"):
+        find_routers(Strange())
+
+
+def test_an_adapter_finds_what_we_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Entry:
+        def load(self) -> object:
+            return lambda model: {
+                name: module for name, module in model.named_modules() if name.endswith("chooser")
+            }
+
+    monkeypatch.setattr(routers, "entry_points", lambda group: [Entry()])
+    found = find_routers(Strange())
+    assert [(r.layer, r.num_experts, r.hidden_size, r.top_k) for r in found] == [
+        (0, 3, 4, 1),
+        (1, 3, 4, 1),
+    ]
+
+
+def test_two_routers_of_one_layer_are_counted_up() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.decoder = family("olmoe"), family("olmoe")
+
+    assert [router.layer for router in find_routers(Twice())] == [0, 1, 2, 3]
+
+
+def test_the_fingerprint_is_of_the_weights(model: PreTrainedModel) -> None:
+    own = identify(model, find_routers(model))
+    assert identify(family("olmoe"), find_routers(family("olmoe"))) == own
+    half = family("olmoe").to(torch.bfloat16)
+    assert identify(half, find_routers(half)).fingerprint == own.fingerprint
+    with torch.no_grad():
+        find_routers(model)[1].weight[0, 0] += 1
+    assert identify(model, find_routers(model)).fingerprint != own.fingerprint
