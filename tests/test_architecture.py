@@ -15,87 +15,41 @@ import knn_moe
 
 ROOT = Path(knn_moe.__file__).parent
 
-# Each room may import only from rooms above it.
-ORDER = """
-    errors similarity mixing next_token drawing provenance
-    index.settings index.protocol index.exact index.others index.packing index.partition index.grid
-    index.scan index.values index.fast index.faiss index.kernels index.parts index.launch
-    index.fused index config gamma
-    reference routers experts intercept dense embedded identity header card storage writer
-    compressed memory optimise batches drain workspace build recall compression gate hooks
-    head trace explanation explain reading handle memories stats likelihood generation usage
-    controls harness
-    labelling.agreement labelling.config labelling.prompts labelling.answers labelling.endpoint
-    labelling.label labelling
-    calibration.settings calibration.clock calibration.slices calibration.kernels calibration.fit
-    calibration.values calibration.judge calibration.head calibration.result calibration.targets
-    calibration.trials calibration.choose calibration.build calibration
-    pruning.recalled pruning.by_loss pruning.by_values pruning
-    tasks.task tasks.prompts tasks.parsing tasks.sandbox_child tasks.sandbox tasks.rows
-    tasks.kinds tasks.catalogue tasks.package tasks.data tasks.registry tasks
-    evaluation.sample evaluation.questions evaluation.answers evaluation.reference
-    methods.method methods.setting methods.knn_moe methods.registry methods
-    evaluation.runs evaluation.run evaluation.compare evaluation
-    reproduce.table reproduce.paper reproduce.plan reproduce.study reproduce.results
-    reproduce.sweeps reproduce.costs reproduce.write reproduce.run reproduce
-    bench.models bench.build bench.keys bench.floor bench.search bench.steps bench.plot bench
-    demo.result report demo cli.common cli
-""".split()  # noqa: SIM905
+# A package imports from those before it; between those of one group nothing is imported.
+RULE = (
+    "errors < config, support < equations < routers, reference < index < memory < recall "
+    "< build, explain < inference < adapt < tasks < labels, methods < evaluation "
+    "< report < reproduce, demo, bench < harness, cli"
+)
+LEVEL = {
+    name: level for level, group in enumerate(RULE.split(" < ")) for name in group.split(", ")
+}
 
 
-def room(module: str) -> int:
-    name = module.removeprefix("knn_moe").removeprefix(".")
-    while name and name not in ORDER:
-        name = name.rpartition(".")[0]
-    return ORDER.index(name) if name else len(ORDER)
-
-
-def imported(path: Path) -> set[str]:
-    tree = ast.parse(path.read_text(encoding="utf8"))
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("knn_moe"):
-            names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {name for name in names if (ROOT / _file(name)).exists()} or {node.module}
-        elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names if alias.name.startswith("knn_moe")}
-    return {name for name in found if name}
-
-
-def importers(library: str) -> list[str]:
-    """The files of ours that import `library`, anywhere in them."""
-    found = []
-    for path in sorted(ROOT.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom) and not node.level:
-                names = [node.module or ""]
-            if any(name.split(".")[0] == library for name in names):
-                found.append(path.relative_to(ROOT).as_posix())
-                break
-    return found
-
-
-def _file(module: str) -> str:
-    return module.removeprefix("knn_moe.").replace(".", "/") + ".py"
+def imports(path: Path) -> set[str]:
+    """Every module that `path` imports, anywhere in it."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf8"))))
+    whole = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return whole | {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
 
 
 def test_imports_point_one_way() -> None:
-    wrong = []
     for path in sorted(ROOT.rglob("*.py")):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        if parts in (("__init__",), ("__main__",)):
-            continue
-        module = ".".join(("knn_moe", *(part for part in parts if part != "__init__")))
-        allowed = room(module)
-        assert allowed < len(ORDER), f"{module} has no place in ORDER"
-        for name in imported(path) - {module}:
-            same_package = room(name) == allowed and name.startswith(module.rpartition(".")[0])
-            if room(name) >= allowed and not same_package:
-                wrong.append(f"{module} imports {name}")
-    assert wrong == []
+        package = path.relative_to(ROOT).with_suffix("").parts[0]
+        for module in imports(path):
+            head, _, rest = module.partition(".")
+            other = rest.split(".")[0]
+            if head == "knn_moe" and package not in ("__init__", other):
+                assert LEVEL[other] < LEVEL[package], f"{path.relative_to(ROOT)} imports {module}"
 
 
+def importers(library: str) -> list[str]:
+    """The files of ours that import `library`."""
+    return [
+        path.relative_to(ROOT).as_posix()
+        for path in sorted(ROOT.rglob("*.py"))
+        if library in {module.split(".")[0] for module in imports(path)}
+    ]
 def test_a_library_that_may_be_missing_is_imported_in_one_place() -> None:
     assert importers("faiss") == ["index/faiss.py"]
     assert importers("trl") == importers("peft") == ["methods/tuning.py"]
