@@ -3,7 +3,7 @@
     python models/ideas.py tiny-olmoe tiny-qwen3 OUT/olmoe-80m --out docs/measurements/ideas
 
 One strong memory of medical text for each model. Ideas about *targets* give its cases other values;
-ideas about *use* give the mixing more to fit. Whatever the idea, the kernels of every layer are
+ideas about *use* give the mixing more to fit. Whatever the idea, the widths of every layer are
 fitted for it by leave-one-example-out (K = 16), and it is tried on a slice of the training text
 that no memory holds: the test split takes no part in what is kept.
 """
@@ -25,17 +25,17 @@ from ideas_targets import TARGETS, Step, descend, own_losses
 from ideas_uses import USES, K, More
 from ideas_values import LEARNINGS, learn
 from knn_moe import RoutingConfig, attach, find_routers
-from knn_moe.adapt.calibrate.fit import Cases, find_neighbours, fit_kernels, recalled_loss
+from knn_moe.adapt.calibrate.fit import Cases, find_neighbours, fit_widths, recalled_loss
 from knn_moe.adapt.calibrate.splits import Slice, own_reference
-from knn_moe.adapt.calibrate.widths import Kernels
+from knn_moe.adapt.calibrate.widths import WidthParameters
 from knn_moe.index.exact import ExactIndex
 from knn_moe.memory.memory import RoutingMemory
 from knn_moe.methods.knn_lm import KnnLmConfig, KnnLmHead, Neighbours, Store, choose
 from knn_moe.reference.provenance import owners
 from knn_moe.reference.windows import make_batch, plan_batches
-from knn_moe.routers.grouped_experts import fast_experts
+from knn_moe.routers.grouped_experts import use_grouped_experts
 from knn_moe.routers.intercept import RouterHook
-from knn_moe.routers.model_state import frozen, installed
+from knn_moe.routers.model_state import freeze, install_hooks
 from knn_moe.tasks.likelihood import TokenLosses, token_losses
 from measure import LENGTH, Bench, common_parser, compare
 
@@ -54,7 +54,7 @@ def main() -> None:
     for name in options.models:
         bench = Bench.load(name, options.data, options.device)
         rows = []
-        with fast_experts(bench.model):
+        with use_grouped_experts(bench.model):
             for row in study(bench, options):
                 rows.append(row)
                 print(Path(name).name, row, flush=True)
@@ -75,7 +75,7 @@ def study(bench: Bench, options: Any) -> Iterator[dict[str, Any]]:
     yield {"idea": "strong", "kind": "as it is", **compare(bench.losses(trial, memory), alone)}
     work = Work(bench, memory)
 
-    kernels, _ = fit_kernels(bench.model, work.cases, work.studied, RoutingConfig(k=K), FIT_STEPS)
+    widths, _ = fit_widths(bench.model, work.cases, work.studied, RoutingConfig(k=K), FIT_STEPS)
 
     def row(name: str, kind: str, started: float, found: TokenLosses) -> dict[str, Any]:
         seconds = round(time.perf_counter() - started, 1)
@@ -84,14 +84,12 @@ def study(bench: Bench, options: Any) -> Iterator[dict[str, Any]]:
     for name, how in LEARNINGS.items():
         if "values" in options.kinds:
             started = time.perf_counter()
-            start = (kernels, work.cases)
-            if how.stretched:
-                longer = [each.stretchable() for each in work.cases]
-                start = fit_kernels(
-                    bench.model, longer, work.studied, RoutingConfig(k=K), FIT_STEPS
-                )
+            start = (widths, work.cases)
+            if how.rescaled:
+                longer = [each.rescalable() for each in work.cases]
+                start = fit_widths(bench.model, longer, work.studied, RoutingConfig(k=K), FIT_STEPS)
             learned, cases = learn(bench.model, start, work.studied, how)
-            found = work.losses(trial, cases, RoutingConfig(k=how.k, kernels=learned))
+            found = work.losses(trial, cases, RoutingConfig(k=how.k, per_layer=learned))
             yield row(name, "values", started, found)
     for name, more in USES.items():
         if "use" in options.kinds:
@@ -104,8 +102,8 @@ def study(bench: Bench, options: Any) -> Iterator[dict[str, Any]]:
         if "targets" in options.kinds:
             started = time.perf_counter()
             cases = work.with_targets(step)
-            fitted, _ = fit_kernels(bench.model, cases, work.studied, RoutingConfig(k=K), FIT_STEPS)
-            found = work.losses(trial, cases, RoutingConfig(k=K, kernels=fitted))
+            fitted, _ = fit_widths(bench.model, cases, work.studied, RoutingConfig(k=K), FIT_STEPS)
+            found = work.losses(trial, cases, RoutingConfig(k=K, per_layer=fitted))
             yield row(name, "targets", started, found)
 
 
@@ -132,7 +130,7 @@ class Work:
         """The same keys, with values that another way of descending found."""
         values = [torch.empty_like(each.values) for each in self.cases]
         device = self.bench.model.device
-        with frozen(self.bench.model):
+        with freeze(self.bench.model):
             for numbers in plan_batches(self.reference.lengths, self.bench.batch_tokens):
                 batch, rows = make_batch(self.reference, numbers)
                 found = descend(self.bench.model, batch.to(device), step)
@@ -156,19 +154,19 @@ class Work:
             return token_losses(self.bench.model, trial, max(self.bench.batch_tokens // LENGTH, 1))
 
     def fit(self, more: type[More]) -> list[More]:
-        """Kernels and what the idea adds, fitted together."""
+        """WidthParameters and what the idea adds, fitted together."""
         model, device = self.bench.model, self.bench.model.device
-        kernels = Kernels({each.router.layer: each.gamma for each in self.cases}, device)
-        mixing = [more(each, kernels) for each in self.cases]
+        widths = WidthParameters({each.router.layer: each.gamma for each in self.cases}, device)
+        mixing = [more(each, widths) for each in self.cases]
         added = [weight for one in mixing for weight in one.parameters()]
         rates = (0.1, more.rate) if added else (0.1,)
-        groups = [{"params": part} for part in (list(kernels.parameters()), added) if part]
+        groups = [{"params": part} for part in (list(widths.parameters()), added) if part]
         adam = torch.optim.Adam(groups, lr=0.1)
         chance = torch.Generator().manual_seed(0)
         count = len(self.studied.readings)
         order = torch.cat([torch.randperm(count, generator=chance) for _ in range(FIT_STEPS)])
         hooks = [RouterHook(one.cases.router, one) for one in mixing]
-        with frozen(model), torch.enable_grad(), installed(hooks):
+        with freeze(model), torch.enable_grad(), install_hooks(hooks):
             for step, place in enumerate(order[:FIT_STEPS].tolist()):
                 summed, scored = recalled_loss(model, mixing, self.studied, place)  # type: ignore[arg-type]
                 adam.zero_grad()
@@ -183,7 +181,7 @@ class Work:
         """Every search afresh."""
         for one in mixing:
             one.searched()
-        with installed([RouterHook(one.cases.router, one) for one in mixing]):
+        with install_hooks([RouterHook(one.cases.router, one) for one in mixing]):
             return token_losses(self.bench.model, trial, max(self.bench.batch_tokens // LENGTH, 1))
 
     def with_head(self, trial: Tensor) -> TokenLosses:
@@ -214,7 +212,7 @@ class Work:
 
         handle = model.register_forward_hook(after)
         try:
-            with installed([RouterHook(last.router, see)]):
+            with install_hooks([RouterHook(last.router, see)]):
                 return token_losses(model, trial, max(self.bench.batch_tokens // LENGTH, 1))
         finally:
             handle.remove()

@@ -14,7 +14,7 @@ from knn_moe.build.optimise import RoutingLogits
 from knn_moe.reference.windows import TokenBatch
 from knn_moe.routers.dense_gradients import ChooseAll, dense_gradient
 from knn_moe.routers.intercept import ReplaceLogits, RouterHook
-from knn_moe.routers.model_state import installed
+from knn_moe.routers.model_state import install_hooks
 
 STEPS, RATE = 5, 2.0
 _LENGTHS = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)  # of a line search
@@ -45,7 +45,7 @@ def descend(model: nn.Module, batch: TokenBatch, step: Step) -> list[Tensor]:
             layer._leaf = leaf
         return own
 
-    with torch.enable_grad(), installed(hooks):
+    with torch.enable_grad(), install_hooks(hooks):
         for _ in range(STEPS):
             own = own_losses(model, batch)
             leaves = [layer.cases.logits for layer in layers]
@@ -87,7 +87,7 @@ def longer(logits: list[Tensor], slopes: list[Tensor], own: Tensor, ask: Ask) ->
 
 
 def normalised(logits: list[Tensor], slopes: list[Tensor], own: Tensor, ask: Ask) -> list[Tensor]:
-    """Each token's step in each layer is as long as the others': a trust region of 0.3."""
+    """Each token's step in each layer is as long as the others': a confidence_factor region of 0.3."""
     return [
         one - 0.3 * slope / slope.norm(dim=-1, keepdim=True).clamp(min=1e-12)
         for one, slope in zip(logits, slopes, strict=True)

@@ -1,4 +1,4 @@
-"""More to fit than the kernels: how a memory is used, for ideas.py."""
+"""More to fit than the widths: how a memory is used, for ideas.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from knn_moe.adapt.calibrate.fit import Cases
-from knn_moe.adapt.calibrate.widths import Kernels
+from knn_moe.adapt.calibrate.widths import WidthParameters
 from knn_moe.equations.mixing import confidence, mix_logits, propose_logits
 from knn_moe.index.exact import ExactIndex, squared_distance
 from knn_moe.inference.gate import own_logits
@@ -16,14 +16,14 @@ _RANK = 16  # of a metric
 
 
 class More(nn.Module):
-    """A layer's mixing with the kernels' three numbers and no more; ideas add to it."""
+    """A layer's mixing with the widths' three numbers and no more; ideas add to it."""
 
     rate = 0.1  # of what an idea adds
 
-    def __init__(self, cases: Cases, kernels: Kernels) -> None:
+    def __init__(self, cases: Cases, widths: WidthParameters) -> None:
         super().__init__()
         self.cases = cases
-        self.kernels = [kernels]  # not a part of this module: all layers share it
+        self.widths = [widths]  # not a part of this module: all layers share it
         self.rows = torch.empty(0)
         self.index: ExactIndex | None = None
 
@@ -46,21 +46,21 @@ class More(nn.Module):
     def forward(self, inputs: Tensor, logits: Tensor) -> Tensor:
         rows = self.rows[:, :K] if self.index is None else self.index.search(inputs, K)[1]
         distance = self.distance(inputs, rows)
-        kernels = self.kernels[0]
+        widths = self.widths[0]
         layer = self.cases.router.layer
-        weight, wide, trust = kernels.raw[kernels.place[layer]]
+        weight, wide, confidence_factor = widths.raw[widths.place[layer]]
         gamma = self.cases.gamma
         near = -gamma * weight.exp() * distance + self.similar(rows)
         proposal = propose_logits(self.values(rows, logits), near)
-        sure = trust.sigmoid() * confidence(-gamma * wide.exp() * distance)
+        sure = confidence_factor.sigmoid() * confidence(-gamma * wide.exp() * distance)
         return mix_logits(self.own(logits), proposal, sure).to(logits.dtype)
 
 
 class Differences(More):
     """Between the case's logits (0, the paper's) and its change of the router's own (1)."""
 
-    def __init__(self, cases: Cases, kernels: Kernels) -> None:
-        super().__init__(cases, kernels)
+    def __init__(self, cases: Cases, widths: WidthParameters) -> None:
+        super().__init__(cases, widths)
         self.share = nn.Parameter(torch.zeros((), device=cases.keys.device))
         with torch.no_grad():
             self.before = own_logits(cases.router, cases.keys).float()
@@ -72,8 +72,8 @@ class Differences(More):
 class Stretched(More):
     """What the optimisation changed, made more or less of: an η for each layer, afterwards."""
 
-    def __init__(self, cases: Cases, kernels: Kernels) -> None:
-        super().__init__(cases, kernels)
+    def __init__(self, cases: Cases, widths: WidthParameters) -> None:
+        super().__init__(cases, widths)
         self.length = nn.Parameter(torch.zeros((), device=cases.keys.device))
         with torch.no_grad():
             self.before = own_logits(cases.router, cases.keys).float()
@@ -86,8 +86,8 @@ class Stretched(More):
 class Scaled(More):
     """Proposals made sharper or duller."""
 
-    def __init__(self, cases: Cases, kernels: Kernels) -> None:
-        super().__init__(cases, kernels)
+    def __init__(self, cases: Cases, widths: WidthParameters) -> None:
+        super().__init__(cases, widths)
         self.size = nn.Parameter(torch.zeros((), device=cases.keys.device))
 
     def values(self, rows: Tensor, logits: Tensor) -> Tensor:
@@ -97,8 +97,8 @@ class Scaled(More):
 class Offset(More):
     """A bias for every expert, on the router's own logits."""
 
-    def __init__(self, cases: Cases, kernels: Kernels) -> None:
-        super().__init__(cases, kernels)
+    def __init__(self, cases: Cases, widths: WidthParameters) -> None:
+        super().__init__(cases, widths)
         self.bias = nn.Parameter(torch.zeros(cases.values.shape[1], device=cases.keys.device))
 
     def own(self, logits: Tensor) -> Tensor:
@@ -110,8 +110,8 @@ class Metric(More):
 
     rate = 0.01
 
-    def __init__(self, cases: Cases, kernels: Kernels) -> None:
-        super().__init__(cases, kernels)
+    def __init__(self, cases: Cases, widths: WidthParameters) -> None:
+        super().__init__(cases, widths)
         self.scale = nn.Parameter(torch.zeros(cases.keys.shape[1], device=cases.keys.device))
 
     def distance(self, inputs: Tensor, rows: Tensor) -> Tensor:
@@ -125,8 +125,8 @@ class LowRank(More):
 
     rate = 0.01
 
-    def __init__(self, cases: Cases, kernels: Kernels) -> None:
-        super().__init__(cases, kernels)
+    def __init__(self, cases: Cases, widths: WidthParameters) -> None:
+        super().__init__(cases, widths)
         chance = torch.Generator().manual_seed(0)
         drawn = torch.randn(cases.keys.shape[1], _RANK, generator=chance) * 0.03
         self.directions = nn.Parameter(drawn.to(cases.keys.device))
@@ -139,8 +139,8 @@ class LowRank(More):
 class ByChange(More):
     """Cases that the optimisation moved far weigh more, or less."""
 
-    def __init__(self, cases: Cases, kernels: Kernels) -> None:
-        super().__init__(cases, kernels)
+    def __init__(self, cases: Cases, widths: WidthParameters) -> None:
+        super().__init__(cases, widths)
         self.pull = nn.Parameter(torch.zeros((), device=cases.keys.device))
         with torch.no_grad():
             moved = (cases.values - own_logits(cases.router, cases.keys).float()).norm(dim=-1)
@@ -151,9 +151,9 @@ class ByChange(More):
 
 
 USES: dict[str, type[More]] = {
-    "kernels alone": More,
+    "widths alone": More,
     "differences": Differences,
-    "changes stretched": Stretched,
+    "changes rescaled": Stretched,
     "scaled proposals": Scaled,
     "expert bias": Offset,
     "diagonal metric": Metric,

@@ -79,8 +79,8 @@ def grid(
             with attach(bench.model, memory, routing):
                 losses = token_losses(bench.model, test, max(bench.batch_tokens // LENGTH, 1))
             change = round(float(losses.nll.mean()) - alone, 4)
-            kernels = {"gamma_scale": scale, "confidence_scale": trusting}
-            yield {**settings, "k": k, **kernels, "nll_change": change}
+            widths = {"gamma_scale": scale, "confidence_scale": trusting}
+            yield {**settings, "k": k, **widths, "nll_change": change}
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ class Memories:
             return self._calibrated(self.pruned("chance", share))
         if way == TOO_LATE:  # which calibrate would refuse
             small = self.pruned("loss", share)
-            return self._calibrated(replace(small, header=replace(small.header, pruned=None)))
+            return self._calibrated(replace(small, manifest=replace(small.manifest, pruned=None)))
         if share == 1:
             return self.whole
         folder = self.folder.with_name(f"{self.folder.name}-{way}-{share}")
@@ -120,7 +120,7 @@ def curve(
     wanted += [(way, share) for way in options.ways for share in options.shares]
     if CALIBRATED in options.ways:
         wanted.append((CALIBRATED, 1.0))
-    if options.anew:  # what is calibrated has kernels of its own
+    if options.anew:  # what is calibrated has widths of its own
         plain = [(way, share) for way, share in wanted[1:] if CALIBRATED not in way]
         wanted += [(f"{way}{ANEW}", share) for way, share in plain]
     known = {(row["way"], row["keep"]) for row in rows}

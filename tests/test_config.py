@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from knn_moe.config import PRESETS, BuildConfig, IndexConfig, LayerKernel, RoutingConfig
+from knn_moe.config import PRESETS, BuildConfig, IndexConfig, LayerRouting, RoutingConfig
 from knn_moe.errors import ConfigError
 
 
@@ -65,11 +65,14 @@ def test_a_wrong_build_setting(settings: dict[str, Any], message: str) -> None:
         ({"gamma_scale": 0}, "gamma_scale must be a positive fp32 number, got 0."),
         ({"gamma_scale": float("inf")}, "gamma_scale must be"),
         ({"confidence_scale": 0}, "confidence_scale must be a positive fp32 number, got 0."),
-        ({"trust": 1.5}, "trust must be from 0 to 1, got 1.5."),
-        ({"kernels": ({"layer": -1},)}, "layer must be a whole number of at least 0, got -1."),
-        ({"kernels": ({"layer": 1, "trust": -1},)}, "trust must be from 0 to 1, got -1."),
-        ({"kernels": ({"layer": 1}, {"layer": 1})}, "kernels name a layer twice: [1, 1]."),
-        ({"kernels": 3}, "kernels must be LayerKernels, got 3."),
+        ({"confidence_factor": 1.5}, "confidence_factor must be from 0 to 1, got 1.5."),
+        ({"per_layer": ({"layer": -1},)}, "layer must be a whole number of at least 0, got -1."),
+        (
+            {"per_layer": ({"layer": 1, "confidence_factor": -1},)},
+            "confidence_factor must be from 0 to 1, got -1.",
+        ),
+        ({"per_layer": ({"layer": 1}, {"layer": 1})}, "per_layer names a layer twice: [1, 1]."),
+        ({"per_layer": 3}, "per_layer must be LayerRoutings, got 3."),
         ({"index": "hnsw"}, "Unknown index 'hnsw'. Available: exact, faiss-flat, ivfpq, fast."),
         ({"index": 3}, "index must be an IndexConfig or its kind, got 3."),
     ],
@@ -80,12 +83,18 @@ def test_a_wrong_routing_setting(settings: dict[str, Any], message: str) -> None
 
 
 def test_the_kernel_of_a_layer() -> None:
-    one = RoutingConfig(gamma_scale=0.3).kernel(5)
-    assert one == LayerKernel(layer=5, gamma_scale=0.3, confidence_scale=0.3, trust=1.0)
-    own = LayerKernel(layer=2, gamma_scale=2.0, confidence_scale=0.1, trust=0.5)
-    two = RoutingConfig(gamma_scale=0.3, confidence_scale=0.7, trust=0.9, kernels=(own,))
-    assert two.kernel(2) == own
-    assert two.kernel(5) == LayerKernel(layer=5, gamma_scale=0.3, confidence_scale=0.7, trust=0.9)
+    one = RoutingConfig(gamma_scale=0.3).for_layer(5)
+    assert one == LayerRouting(
+        layer=5, gamma_scale=0.3, confidence_scale=0.3, confidence_factor=1.0
+    )
+    own = LayerRouting(layer=2, gamma_scale=2.0, confidence_scale=0.1, confidence_factor=0.5)
+    two = RoutingConfig(
+        gamma_scale=0.3, confidence_scale=0.7, confidence_factor=0.9, per_layer=(own,)
+    )
+    assert two.for_layer(2) == own
+    assert two.for_layer(5) == LayerRouting(
+        layer=5, gamma_scale=0.3, confidence_scale=0.7, confidence_factor=0.9
+    )
     assert RoutingConfig(**json.loads(json.dumps(two.to_dict()))) == two
 
 

@@ -210,7 +210,7 @@ def test_a_memory_names_the_model_and_not_where_it_lies(name: str, tmp_path: Pat
     memory = build_memory(load(name), tokenizer_of(name), [STORY], folder=tmp_path / "memory")
     assert memory.base_model.name == name
     assert memory.base_model.architecture == CLASSES[name]
-    assert memory.header.tokenizer["name"] == name
+    assert memory.manifest.tokenizer["name"] == name
     written = [path for path in (tmp_path / "memory").iterdir() if path.suffix in (".json", ".md")]
     assert written
     assert not any(str(Path(embedded_model(name)).parent) in path.read_text() for path in written)

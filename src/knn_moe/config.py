@@ -108,13 +108,13 @@ class BuildConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerKernel:
+class LayerRouting:
     """One layer's own kernels, where it has its own: fields as RoutingConfig's."""
 
     layer: int
     gamma_scale: float = 1.0
     confidence_scale: float = 1.0
-    trust: float = 1.0
+    confidence_factor: float = 1.0
 
     def __post_init__(self) -> None:
         _check_count("layer", self.layer, 0)
@@ -143,7 +143,7 @@ class RoutingConfig:
     """How a memory is used (§4.2).
 
     The paper weighs neighbours and takes λ by one kernel. Here each may have its own width, and λ
-    a factor, for all layers or for each (`kernels`, which `calibrate` fits).
+    a factor, for all layers or for each (`per_layer`, which `calibrate` fits).
     """
 
     k: int = 1  # K, neighbours recalled per router input
@@ -151,8 +151,8 @@ class RoutingConfig:
     gamma: float | None = None  # None: per layer, from the memory's own distances
     gamma_scale: float = 1.0  # widens (< 1) or narrows (> 1) the kernel
     confidence_scale: float | None = None  # the same where λ is taken; None: gamma_scale
-    trust: float = 1.0  # λ's factor; 0: the router alone
-    kernels: tuple[LayerKernel, ...] = ()  # of these layers, instead of the three above
+    confidence_factor: float = 1.0  # λ's factor; 0: the router alone
+    per_layer: tuple[LayerRouting, ...] = ()  # of these layers, instead of the three above
     layers: tuple[int, ...] | None = None  # None: every layer the memory has
     stats: bool = True  # count tokens whose experts changed, for `stats()`
     # Or a kind of index, by name. None: exact, or the index of a compressed memory.
@@ -184,7 +184,7 @@ class RoutingConfig:
             raise ConfigError(_unknown("similarity", self.similarity, SIMILARITIES))
         _check_width("gamma", self.gamma)
         _check_kernel(self)
-        object.__setattr__(self, "kernels", _layer_kernels(self.kernels))
+        object.__setattr__(self, "per_layer", _per_layer(self.per_layer))
         if self.gate is not None and self.gate not in GATES:
             raise ConfigError(_unknown("gate", self.gate, GATES))
         if not 0 <= self.gate_share <= 1:
@@ -197,14 +197,17 @@ class RoutingConfig:
                 raise ConfigError(f"layers must name layers by number, got {self.layers!r}.")
             object.__setattr__(self, "layers", layers)
 
-    def kernel(self, layer: int) -> LayerKernel:
+    def for_layer(self, layer: int) -> LayerRouting:
         """Of a layer: its own, or the one for all."""
-        for own in self.kernels:
+        for own in self.per_layer:
             if own.layer == layer:
                 return own
         wide = self.gamma_scale if self.confidence_scale is None else self.confidence_scale
-        return LayerKernel(
-            layer=layer, gamma_scale=self.gamma_scale, confidence_scale=wide, trust=self.trust
+        return LayerRouting(
+            layer=layer,
+            gamma_scale=self.gamma_scale,
+            confidence_scale=wide,
+            confidence_factor=self.confidence_factor,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -217,25 +220,25 @@ def as_json(config: Any) -> dict[str, Any]:
     return plain
 
 
-def _layer_kernels(given: object) -> tuple[LayerKernel, ...]:
+def _per_layer(given: object) -> tuple[LayerRouting, ...]:
     """Kernels, or what their fields are in JSON."""
-    kernels: list[LayerKernel] = []
+    kernels: list[LayerRouting] = []
     for each in given if isinstance(given, Iterable) else (given,):
-        kernel: object = LayerKernel(**each) if isinstance(each, Mapping) else each
-        if not isinstance(kernel, LayerKernel):
-            raise ConfigError(f"kernels must be LayerKernels, got {kernel!r}.")
+        kernel: object = LayerRouting(**each) if isinstance(each, Mapping) else each
+        if not isinstance(kernel, LayerRouting):
+            raise ConfigError(f"per_layer must be LayerRoutings, got {kernel!r}.")
         kernels.append(kernel)
     layers = [kernel.layer for kernel in kernels]
     if len(set(layers)) < len(layers):
-        raise ConfigError(f"kernels name a layer twice: {layers}.")
+        raise ConfigError(f"per_layer names a layer twice: {layers}.")
     return tuple(kernels)
 
 
-def _check_kernel(kernel: LayerKernel | RoutingConfig) -> None:
+def _check_kernel(kernel: LayerRouting | RoutingConfig) -> None:
     _check_width("gamma_scale", kernel.gamma_scale)
     _check_width("confidence_scale", kernel.confidence_scale)
-    if not 0 <= kernel.trust <= 1:
-        raise ConfigError(f"trust must be from 0 to 1, got {kernel.trust}.")
+    if not 0 <= kernel.confidence_factor <= 1:
+        raise ConfigError(f"confidence_factor must be from 0 to 1, got {kernel.confidence_factor}.")
 
 
 def _check_width(name: str, value: float | None) -> None:

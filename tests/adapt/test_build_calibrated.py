@@ -27,7 +27,7 @@ from knn_moe.adapt.calibrate.fit import Studied, find_neighbours
 from knn_moe.adapt.calibrate.judge import Baseline, judge
 from knn_moe.adapt.calibrate.result import Calibration, Candidate
 from knn_moe.adapt.calibrate.splits import Slice, own_reference, split
-from knn_moe.adapt.calibrate.targets import RATES, TRUSTS, choose_targets, ranked
+from knn_moe.adapt.calibrate.targets import RATES, CONFIDENCE_FACTORS, choose_targets, ranked
 from knn_moe.adapt.calibrate.trials import Workbench
 from knn_moe.adapt.calibrate.values import learn_values
 from knn_moe.adapt.calibrate.widths import DivergedError
@@ -55,7 +55,10 @@ def test_targets_are_worth_what_a_memory_of_them_is(
         cases = cases_of(model, built)
         assert [each.gamma for each in cases] == list(gammas.values())
         alone = Baseline.of(model, readings)
-        ways = [RoutingConfig(**PRESETS["strong"]["routing"], trust=trust) for trust in TRUSTS]
+        ways = [
+            RoutingConfig(**PRESETS["strong"]["routing"], confidence_factor=confidence_factor)
+            for confidence_factor in CONFIDENCE_FACTORS
+        ]
         judged = [judge(model, cases, alone, routing) for routing in ways]
         assert way.loss == pytest.approx(min(one.loss for one in judged), abs=0.1)
     assert tried[0].loss < judged[0].alone
@@ -121,7 +124,7 @@ def test_values_learn_from_all_examples_in_the_end(
 
     monkeypatch.setattr("knn_moe.adapt.calibrate.trials.learn_values", watched)
     bench = Workbench(model, memory, own_reference(memory), QUICK, lambda *done: None)
-    fitted = bench.fit_kernels(4)
+    fitted = bench.fit_widths(4)
     assert fitted is not None
     taught = bench.learn_values(fitted, 0.3)
     assert taught is not None
@@ -148,13 +151,13 @@ def test_what_leads_nowhere_is_left_out(
     monkeypatch.setattr("knn_moe.adapt.calibrate.trials.learn_values", diverge)
     kept = calibrate(model, memory, config=QUICK)
     assert [trial.name for trial in kept.trials] == [
-        "kernels, K = 4",
-        "kernels, K = 1",
+        "widths, K = 4",
+        "widths, K = 1",
         "as it was",
     ]
-    assert kept.chosen == "kernels, K = 4"
+    assert kept.chosen == "widths, K = 4"
     assert not kept.learned
-    monkeypatch.setattr("knn_moe.adapt.calibrate.trials.fit_kernels", diverge)
+    monkeypatch.setattr("knn_moe.adapt.calibrate.trials.fit_widths", diverge)
     with pytest.raises(CalibrationError, match="finite loss"):
         calibrate(model, memory, config=QUICK)
 
@@ -163,12 +166,12 @@ def test_values_may_stay(model: PreTrainedModel, memory: RoutingMemory) -> None:
     kept = calibrate(model, memory, config=replace(QUICK, value_rates=()))
     assert kept.helps
     assert kept.values is None
-    assert set(kept.stretch.values()) == {1.0}
+    assert set(kept.update_scale.values()) == {1.0}
     used = kept.apply(memory)
-    assert not used.header.learned
+    assert not used.manifest.learned
     # As it is used now was chosen by examples that may judge this time.
     again = calibrate(model, used, config=replace(QUICK, value_rates=(), seed=1))
-    assert [trial.name for trial in again.trials] == ["kernels, K = 4", "kernels, K = 1"]
+    assert [trial.name for trial in again.trials] == ["widths, K = 4", "widths, K = 1"]
 
 
 @pytest.mark.parametrize("gradient", ["sparse", "dense"])
@@ -196,7 +199,7 @@ def test_values_learn_by_the_build_s_gradient_and_every_step_is_told(
     assert len(asked) == 1 + (found.learned and found.helps)
     passed = QUICK.passes * (0 if len(asked) == 2 else len(_everything(memory)))
     assert told[-1][0] == told[-1][1] - passed
-    assert found.report()["stretch"].keys() == {"0", "1"}
+    assert found.report()["update_scale"].keys() == {"0", "1"}
 
 
 def _everything(memory: RoutingMemory) -> list[Any]:
@@ -237,7 +240,7 @@ def test_a_memory_that_chooses_everything(
     assert memory.build.max_length == BUILD.max_length
     again = RoutingMemory.from_pretrained(folder)
     assert again.routing == found.routing == memory.routing
-    assert again.header.calibration == json.loads(json.dumps(found.report()))
+    assert again.manifest.calibration == json.loads(json.dumps(found.report()))
     assert again.layers[0].values.equal(found.apply(memory).full_layers()[0].values)
     with pytest.raises(CalibrationError, match="5 different examples"):
         build_calibrated(model, tokenizer, sayings(5), BUILD, QUICK, folder=tmp_path / "few")
@@ -255,14 +258,14 @@ def test_the_command_writes_what_it_finds(
     asked = ("calibrate", network, folder, "-k", 4, "--value-rate", 0.3)
     tried = knn_moe(*asked, "--dry-run", "--json")
     assert tried.exit_code == 0, tried.output
-    assert RoutingMemory.from_pretrained(folder).header == before.header
+    assert RoutingMemory.from_pretrained(folder).manifest == before.manifest
     done = knn_moe(*asked)
     assert done.exit_code == 0, done.output
     assert "K = 4" in done.stdout
     after = RoutingMemory.from_pretrained(folder)
     said = json.loads(tried.stdout)
     assert after.routing.to_dict() == said["routing"]
-    assert after.header.calibration["change"] == said["change"]
+    assert after.manifest.calibration["change"] == said["change"]
     assert after.layers[0].keys.equal(before.layers[0].keys)
     assert not after.layers[0].values.equal(before.layers[0].values)
     with attach(model, after) as routing:
@@ -290,7 +293,7 @@ def test_building_and_calibrating_at_once(folders: tuple[Path, Path], tmp_path: 
     assert done.exit_code == 0, done.output
     said = json.loads(done.stdout)
     after = RoutingMemory.from_pretrained(tmp_path / "new")
-    assert after.header.calibration == said["calibration"]
+    assert after.manifest.calibration == said["calibration"]
     assert after.build.learning_rate == said["calibration"]["targets"][0]["learning_rate"]
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         *("memory", "model", "new", "reference.jsonl")

@@ -27,7 +27,7 @@ from knn_moe.adapt.calibrate.config import CalibrationConfig
 from knn_moe.adapt.calibrate.fit import (
     Cases,
     Studied,
-    fit_kernels,
+    fit_widths,
     mixing,
     recalled_loss,
 )
@@ -35,9 +35,9 @@ from knn_moe.adapt.calibrate.judge import Baseline, judge
 from knn_moe.adapt.calibrate.result import Calibration
 from knn_moe.adapt.calibrate.splits import own_reference, split
 from knn_moe.adapt.calibrate.values import Learning, learn_values
-from knn_moe.adapt.calibrate.widths import Kernels
+from knn_moe.adapt.calibrate.widths import WidthParameters
 from knn_moe.build.optimise import summed_loss
-from knn_moe.config import LayerKernel
+from knn_moe.config import LayerRouting
 from knn_moe.errors import (
     CalibrationError,
     ConfigError,
@@ -47,7 +47,7 @@ from knn_moe.errors import (
 from knn_moe.inference.gate import own_logits
 from knn_moe.memory.compressed import CompressedLayer
 from knn_moe.memory.gamma import Gammas
-from knn_moe.recall.recall import Kernel
+from knn_moe.recall.recall import Widths
 from knn_moe.reference.provenance import owners
 
 
@@ -162,7 +162,7 @@ def test_what_cannot_be_calibrated(
 def compress_layer(memory: RoutingMemory) -> CompressedLayer:
     layer, routing = memory.full_layers()[0], RoutingConfig(index="fast")  # type: ignore[arg-type]
     return compression.compress_layer(
-        layer, Gammas(layer.gamma), Kernel.single(layer.gamma), routing, torch.device("cpu")
+        layer, Gammas(layer.gamma), Widths.single(layer.gamma), routing, torch.device("cpu")
     )
 
 
@@ -176,17 +176,17 @@ def test_it_works_where_nothing_else_learns(
 def test_only_the_layers_that_the_memory_is_used_on(
     model: PreTrainedModel, memory: RoutingMemory
 ) -> None:
-    header = replace(memory.header, routing=RoutingConfig(layers=(1,)))
-    partly = calibrate(model, replace(memory, header=header), config=QUICK)
-    assert [kernel.layer for kernel in partly.routing.kernels] == [1]
+    manifest = replace(memory.manifest, routing=RoutingConfig(layers=(1,)))
+    partly = calibrate(model, replace(memory, manifest=manifest), config=QUICK)
+    assert [kernel.layer for kernel in partly.routing.per_layer] == [1]
     assert partly.routing.layers == (1,)
 
 
 def test_another_model_s_memory_only_by_force(
     model: PreTrainedModel, memory: RoutingMemory, found: Calibration
 ) -> None:
-    header = replace(memory.header, base_model=replace(memory.base_model, fingerprint="0" * 64))
-    foreign = replace(memory, header=header)
+    manifest = replace(memory.manifest, base_model=replace(memory.base_model, fingerprint="0" * 64))
+    foreign = replace(memory, manifest=manifest)
     with pytest.raises(MemoryMismatchError, match="force"):
         calibrate(model, foreign, config=QUICK)
     assert calibrate(model, foreign, config=QUICK, force=True).routing == found.routing
@@ -197,11 +197,11 @@ def test_judging_is_what_attaching_does(
 ) -> None:
     """For examples that are not in the memory, where there is nothing to leave out."""
     memory = build_memory(model, tokenizer, make_texts(20), BUILD)
-    kernels = tuple(
-        LayerKernel(layer=layer, gamma_scale=0.5, confidence_scale=0.2, trust=0.8)
+    widths = tuple(
+        LayerRouting(layer=layer, gamma_scale=0.5, confidence_scale=0.2, confidence_factor=0.8)
         for layer in memory.layers
     )
-    routing = RoutingConfig(k=3, kernels=kernels)
+    routing = RoutingConfig(k=3, per_layer=widths)
     others = build_memory(model, tokenizer, make_texts(24, seed=1), BUILD)
     readings = list(split(own_reference(others), QUICK).judging.readings(64))
     judged = judge(model, cases_of(model, memory), Baseline.of(model, readings), routing)
@@ -217,7 +217,7 @@ def test_more_steps_fit_better(model: PreTrainedModel, memory: RoutingMemory) ->
     studied = study(model, memory, cases)
     losses = [
         recalled(
-            model, cases, studied, fit_kernels(model, cases, studied, RoutingConfig(k=4), steps)[0]
+            model, cases, studied, fit_widths(model, cases, studied, RoutingConfig(k=4), steps)[0]
         )
         for steps in (8, 32, 96)
     ]
@@ -230,18 +230,18 @@ def test_changes_are_stretched_where_that_helps(
     model: PreTrainedModel, memory: RoutingMemory
 ) -> None:
     """A tenth of what the build changed is too little, and is made more; by one number a layer."""
-    whole = [each.stretchable() for each in cases_of(model, memory)]
+    whole = [each.rescalable() for each in cases_of(model, memory)]
     cases = []
     for each in whole:
         assert each.own is not None
         cases.append(replace(each, values=each.own + 0.1 * (each.values - each.own)))
     studied = study(model, memory, cases)
-    kernels, stretched = fit_kernels(model, cases, studied, RoutingConfig(k=4), 96)
+    widths, rescaled = fit_widths(model, cases, studied, RoutingConfig(k=4), 96)
     as_they_are = [replace(each, own=None) for each in cases]
-    plain, same = fit_kernels(model, as_they_are, studied, RoutingConfig(k=4), 96)
-    better = recalled(model, stretched, studied, kernels)
+    plain, same = fit_widths(model, as_they_are, studied, RoutingConfig(k=4), 96)
+    better = recalled(model, rescaled, studied, widths)
     assert better < recalled(model, as_they_are, studied, plain)
-    for each, after, kept in zip(cases, stretched, same, strict=True):
+    for each, after, kept in zip(cases, rescaled, same, strict=True):
         assert kept.values is each.values
         assert each.own is not None
         change = (each.values - each.own).flatten()
@@ -249,16 +249,18 @@ def test_changes_are_stretched_where_that_helps(
             change.abs() > 0.01
         ]
         assert ratio.mean() > 1.5
-        assert after.stretch == pytest.approx(float(ratio.mean()), rel=1e-3)
+        assert after.update_scale == pytest.approx(float(ratio.mean()), rel=1e-3)
         torch.testing.assert_close(ratio, ratio.mean().expand_as(ratio), rtol=1e-2, atol=0)
 
 
 def recalled(
-    model: PreTrainedModel, cases: list[Cases], studied: Studied, found: tuple[LayerKernel, ...]
+    model: PreTrainedModel, cases: list[Cases], studied: Studied, found: tuple[LayerRouting, ...]
 ) -> float:
-    """The loss of all readings, with these kernels and four cases each."""
-    kernels = Kernels({each.router.layer: each.gamma for each in cases}, torch.device("cpu"), found)
-    with torch.no_grad(), mixing(cases, kernels, 4) as mixes:
+    """The loss of all readings, with these widths and four cases each."""
+    widths = WidthParameters(
+        {each.router.layer: each.gamma for each in cases}, torch.device("cpu"), found
+    )
+    with torch.no_grad(), mixing(cases, widths, 4) as mixes:
         places = range(len(studied.readings))
         return sum(float(recalled_loss(model, mixes, studied, place)[0]) for place in places)
 
@@ -271,8 +273,8 @@ def test_values_learn_from_those_who_recall_them(
     cases = cases_of(model, memory)
     studied = study(model, memory, cases)
     studied = Studied(studied.readings[:1], studied.neighbours)
-    kernels = tuple(LayerKernel(layer=each.router.layer, trust=0.9) for each in cases)
-    start, rate = RoutingConfig(k=4, kernels=kernels), 1e-3
+    widths = tuple(LayerRouting(layer=each.router.layer, confidence_factor=0.9) for each in cases)
+    start, rate = RoutingConfig(k=4, per_layer=widths), 1e-3
     _, learned = learn_values(model, cases, studied, start, Learning(1, rate, "sparse"))
     for place, (each, after) in enumerate(zip(cases, learned, strict=True)):
         step = (after.values - each.values) / rate
@@ -288,7 +290,7 @@ def test_values_learn_from_those_who_recall_them(
                 values[row, 0] += change
                 moved = [*cases]
                 moved[place] = replace(each, values=values)
-                losses.append(recalled(model, moved, studied, kernels))
+                losses.append(recalled(model, moved, studied, widths))
             slopes[row] = losses[0] - losses[1]
         row = max(slopes, key=lambda row: abs(slopes[row]))
         assert step[row, 0].item() == pytest.approx(-math.copysign(1, slopes[row]), rel=1e-2)
@@ -301,13 +303,13 @@ def test_values_learn_through_all_experts(tokenizer: PreTrainedTokenizerFast) ->
     memory = build_memory(model, tokenizer, make_texts(30), BUILD)
     cases = cases_of(model, memory)
     studied = study(model, memory, cases)
-    kernels = tuple(LayerKernel(layer=each.router.layer, trust=0.9) for each in cases)
-    start = RoutingConfig(k=4, kernels=kernels)
-    before = recalled(model, cases, studied, kernels)
+    widths = tuple(LayerRouting(layer=each.router.layer, confidence_factor=0.9) for each in cases)
+    start = RoutingConfig(k=4, per_layer=widths)
+    before = recalled(model, cases, studied, widths)
     moved = {}
     for gradient in ("sparse", "dense"):
         _, learned = learn_values(model, cases, studied, start, Learning(1, 0.02, gradient))
-        assert recalled(model, learned, studied, kernels) < before
+        assert recalled(model, learned, studied, widths) < before
         moved[gradient] = float((learned[-1].values != cases[-1].values).float().mean())
     assert moved["sparse"] < 0.95 * moved["dense"]
 
@@ -341,7 +343,7 @@ def test_compressing_keeps_it_and_merging_forgets_what_it_was_worth(
     calibrated = found.apply(memory)
     small = compress(calibrated, "fast", tmp_path / "small")
     assert small.routing == replace(found.routing, index=IndexConfig(kind="fast"))
-    assert small.header.calibration == found.report()
+    assert small.manifest.calibration == found.report()
     ids = torch.arange(3, 60)[None]
     seen = []
     for each in (calibrated, small):
@@ -355,6 +357,6 @@ def test_compressing_keeps_it_and_merging_forgets_what_it_was_worth(
     with pytest.raises(ConfigError, match="those to drop included"):
         calibrated.without([0])
     merged = memory.merge(calibrated)
-    assert merged.header.learned
+    assert merged.manifest.learned
     assert merged.routing == memory.build.routing()
-    assert merged.header.calibration is None
+    assert merged.manifest.calibration is None

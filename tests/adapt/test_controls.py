@@ -80,7 +80,7 @@ def test_one_permutation_of_the_values_and_nothing_else(memory: RoutingMemory) -
         assert shuffled.layers[index].keys is layer.keys
         assert shuffled.layers[index].gamma == layer.gamma
     assert shuffled.provenance is known.provenance
-    assert shuffled.header is known.header
+    assert shuffled.manifest is known.manifest
 
 
 def test_the_memory_it_was_made_from_stays(memory: RoutingMemory) -> None:
@@ -157,7 +157,7 @@ def tried() -> Tried:
     memory = build_memory(network, tokenizer, examples, config)
     # So few cases are not to be trusted as far as the preset trusts many.
     cautious = RoutingConfig(k=16, gamma_scale=1.5, confidence_scale=0.4)
-    memory = replace(memory, header=replace(memory.header, routing=cautious))
+    memory = replace(memory, manifest=replace(memory.manifest, routing=cautious))
     tokens = encode(tokenizer, sample_texts(tokenizer, test, 32 * 128))
     return Tried(network, memory, windows(tokens, 128).long())
 

@@ -40,11 +40,11 @@ from knn_moe.errors import (
 )
 from knn_moe.index import leave_one_out as others
 from knn_moe.inference.gate import own_logits
-from knn_moe.recall.recall import layer_gammas, scaled
+from knn_moe.recall.recall import layer_gammas, layer_widths
 from knn_moe.reference.provenance import owners
 from knn_moe.reference.windows import TokenBatch
 from knn_moe.routers.intercept import RouterHook
-from knn_moe.routers.model_state import installed
+from knn_moe.routers.model_state import install_hooks
 
 CPU = torch.device("cpu")
 
@@ -54,7 +54,7 @@ def memory(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> Routin
     config = replace(BUILD, steps=5, learning_rate=20.0)
     built = build_memory(model, tokenizer, sayings(24), config)
     routing = RoutingConfig(k=4, gamma_scale=0.5)
-    return replace(built, header=replace(built.header, routing=routing))
+    return replace(built, manifest=replace(built.manifest, routing=routing))
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def plain(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> Routing
     texts = [f"{number} {text}" for number, text in enumerate(make_texts(40), start=3)]
     built = build_memory(model, tokenizer, texts, replace(BUILD, learning_rate=1.0))
     routing = RoutingConfig(k=4, gamma_scale=0.5)
-    return replace(built, header=replace(built.header, routing=routing))
+    return replace(built, manifest=replace(built.manifest, routing=routing))
 
 
 def same_cases(one: RoutingMemory, other: RoutingMemory) -> bool:
@@ -86,7 +86,7 @@ def opened(memory: RoutingMemory, *indices: int) -> dict[int, Layer]:
         index: Layer(
             memory.full_layers()[index],
             owner,
-            scaled(layer_gammas(memory, index, routing, CPU).joint, index, routing),
+            layer_widths(layer_gammas(memory, index, routing, CPU).joint, index, routing),
             SIMILARITIES[routing.similarity],
             routing.k,
         )
@@ -116,14 +116,14 @@ class Weakened:
         distance = (inputs.detach()[:, None].double() - keys[None].double()).square().sum(dim=-1)
         distance[self.owner[:, None] == self.layer.owner[None]] = torch.inf
         near, rows = distance.topk(self.layer.k, largest=False)
-        weight = torch.softmax(-kernel.gamma * near, dim=-1)
-        trust = torch.exp(-kernel.confidence_gamma * near).mean(dim=-1, keepdim=True)
-        mixed = logits * (1 - trust)
+        weight = torch.softmax(-widths.gamma * near, dim=-1)
+        confidence_factor = torch.exp(-widths.confidence_gamma * near).mean(dim=-1, keepdim=True)
+        mixed = logits * (1 - confidence_factor)
         for place in range(self.layer.k):
             share = torch.where(rows[:, place] == self.case, self.share, 0.0)[:, None]
             value = self.layer.memory.values[rows[:, place]].double()
             value = (1 - share) * value + share * logits
-            mixed = mixed + trust * weight[:, place, None] * value
+            mixed = mixed + confidence_factor * weight[:, place, None] * value
         return mixed
 
 
@@ -147,7 +147,7 @@ def test_worth_is_what_the_loss_loses_without_the_case(index: int, plain: Routin
     def total(case: int, share: float) -> float:
         weakened = Weakened(layers[index], case, share)
         summed = 0.0
-        with torch.no_grad(), installed([RouterHook(router, weakened)]):
+        with torch.no_grad(), install_hooks([RouterHook(router, weakened)]):
             for reading in readings:
                 weakened.owner = reading.owner
                 summed += doubled_loss(model, reading.batch)
@@ -189,8 +189,8 @@ def test_the_router_can_be_told_from_its_memory(
 
 def test_values_alone_say_much_the_same(model: PreTrainedModel, plain: RoutingMemory) -> None:
     """Of a memory that is hardly listened to, so that slopes are as they were when it was built."""
-    header = replace(plain.header, routing=replace(plain.routing, trust=0.01))
-    layers = opened(replace(plain, header=header), 1)
+    manifest = replace(plain.manifest, routing=replace(plain.routing, confidence_factor=0.01))
+    layers = opened(replace(plain, manifest=manifest), 1)
     readings = list(whole_reading(plain).readings(64))
     by_loss = worth_by_loss(model, find_routers(model)[1:], layers, readings)
     by_values = worth_by_values(layers, layers, CPU)
@@ -204,7 +204,7 @@ def test_keeping_all_is_the_same_memory(model: PreTrainedModel, memory: RoutingM
     for network in (model, None):
         kept = prune(network, memory, 1.0)
         assert same_cases(kept, memory)
-        assert kept.header == memory.header
+        assert kept.manifest == memory.manifest
 
 
 @pytest.mark.parametrize("with_model", [True, False])
@@ -223,7 +223,7 @@ def test_what_is_kept_is_as_it_was(
     assert small.routing == memory.routing
     score = "loss" if with_model else "values"
     facts = {"cases": len(memory), "kept": len(small), "score": score, "rounds": 2}
-    assert RoutingMemory.from_pretrained(tmp_path / "small").header.pruned == facts
+    assert RoutingMemory.from_pretrained(tmp_path / "small").manifest.pruned == facts
 
 
 def test_a_pruned_memory_is_worth_more_than_one_of_any_cases(
@@ -302,8 +302,8 @@ def test_the_model_is_left_as_it_was(model: PreTrainedModel, memory: RoutingMemo
 
 @pytest.mark.parametrize("similarity", ["rbf-unit", "cosine"])
 def test_every_similarity(model: PreTrainedModel, memory: RoutingMemory, similarity: str) -> None:
-    header = replace(memory.header, routing=RoutingConfig(k=3, similarity=similarity))
-    assert len(prune(model, replace(memory, header=header), 0.5)) == len(memory) // 2
+    manifest = replace(memory.manifest, routing=RoutingConfig(k=3, similarity=similarity))
+    assert len(prune(model, replace(memory, manifest=manifest), 0.5)) == len(memory) // 2
 
 
 @pytest.mark.parametrize("keep", [0, -0.1, 1.5, float("nan")])
@@ -323,9 +323,9 @@ def test_what_cannot_be_pruned(
     one = build_memory(model, tokenizer, sayings(1), BUILD)
     with pytest.raises(PruningError, match="one example only"):
         prune(model, one)
-    silent = replace(memory.header, routing=RoutingConfig(trust=0.0))
+    silent = replace(memory.manifest, routing=RoutingConfig(confidence_factor=0.0))
     with pytest.raises(PruningError, match="keep silent"):
-        prune(model, replace(memory, header=silent))
+        prune(model, replace(memory, manifest=silent))
     with pytest.raises(MemoryMismatchError, match="was built for"):
         prune(family("gpt_oss"), memory)
     small = compress(memory, "fast", tmp_path / "small")

@@ -28,7 +28,7 @@ def test_it_keeps_a_share_of_every_part(memory: RoutingMemory) -> None:
     assert torch.equal(memory.provenance.key[order], small.provenance.key)
     half = float((order < len(memory) / 2).float().mean())
     assert 0.3 < half < 0.7
-    assert small.header.pruned == {
+    assert small.manifest.pruned == {
         "cases": len(memory),
         "kept": len(small),
         "score": "chance",
@@ -57,7 +57,7 @@ def test_its_own_examples_may_calibrate_it(
     assert found.judgement.tokens == calibrate(model, built, config=QUICK).judgement.tokens
     used = found.apply(small)
     assert len(used) == len(small)
-    taught = replace(used, header=replace(used.header, learned=True))
+    taught = replace(used, manifest=replace(used.manifest, learned=True))
     with pytest.raises(CalibrationError, match="fitted to its own examples"):
         calibrate(model, taught, config=QUICK)
 
@@ -84,9 +84,9 @@ def test_what_was_also_pruned_by_worth_may_not_be(
 ) -> None:
     one, two = ("chance", "values") if chance_first else ("values", "chance")
     small = prune(None, prune(None, memory, 0.5, by=one), 0.5, by=two)
-    assert small.header.pruned is not None
-    assert small.header.pruned["score"] == f"{one} and {two}"
-    assert small.header.pruned["cases"] == len(memory)
+    assert small.manifest.pruned is not None
+    assert small.manifest.pruned["score"] == f"{one} and {two}"
+    assert small.manifest.pruned["cases"] == len(memory)
     merged = prune(None, memory, 0.5, by=one).merge(prune(None, memory, 0.4, by=two))
     for refused in (small, merged):
         with pytest.raises(CalibrationError, match="pruned by what its own examples"):

@@ -25,7 +25,7 @@ from knn_moe.errors import (
     ReferenceSetError,
     UnsupportedModelError,
 )
-from knn_moe.routers.grouped_experts import fast_experts, grouped_experts
+from knn_moe.routers.grouped_experts import use_grouped_experts, grouped_experts
 from knn_moe.build.optimise import optimise_routing
 from knn_moe.build.checkpoint import partial_folder
 
@@ -378,7 +378,7 @@ def test_building_experts_equal_the_models_own(name: str, monkeypatch: pytest.Mo
 
 def test_experts_are_put_back_after_an_error(model: PreTrainedModel) -> None:
     model.set_experts_implementation("eager")
-    with pytest.raises(ZeroDivisionError), fast_experts(model):
+    with pytest.raises(ZeroDivisionError), use_grouped_experts(model):
         _ = 1 / (model.config._experts_implementation != "grouped_mm")
     assert model.config._experts_implementation == "eager"
 

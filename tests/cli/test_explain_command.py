@@ -79,8 +79,10 @@ def test_a_page(model: Path, memory: Path, tmp_path: Path) -> None:
 
 def test_a_silent_memory(model: Path, memory: Path, tmp_path: Path) -> None:
     silent = RoutingMemory.from_pretrained(memory)
-    routing = replace(silent.routing, trust=0.0)
-    replace(silent, header=replace(silent.header, routing=routing)).save_pretrained(tmp_path / "m")
+    routing = replace(silent.routing, confidence_factor=0.0)
+    replace(silent, manifest=replace(silent.manifest, routing=routing)).save_pretrained(
+        tmp_path / "m"
+    )
     result = knn_moe("explain", model, PROMPT, "--memory", tmp_path / "m")
     assert result.stdout == "No layer has a memory attached: the memory is silent.\n"
 

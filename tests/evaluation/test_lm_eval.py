@@ -290,7 +290,9 @@ def test_a_missing_harness_names_its_cure(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_control_has_no_head(remembered: str, tmp_path: Path) -> None:
     memory = RoutingMemory.from_pretrained(remembered)
     routing = replace(memory.routing, head=HeadConfig(k=4))
-    replace(memory, header=replace(memory.header, routing=routing)).save_pretrained(tmp_path / "m")
+    replace(memory, manifest=replace(memory.manifest, routing=routing)).save_pretrained(
+        tmp_path / "m"
+    )
     for control, has in ((None, True), ("shuffled", False)):
         lm = KnnMoeLM("tiny-olmoe", memory=str(tmp_path / "m"), control=control, device="cpu")
         assert lm.routing is not None

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from conftest import BUILD, TEXTS, encode, family, make_texts
 from helpers.indexed import KINDS, MANY, every_kind, every_similarity, uneven
 from knn_moe import RoutingConfig, RoutingMemory, attach, build_memory, compress, find_routers
-from knn_moe.config import LayerKernel
+from knn_moe.config import LayerRouting
 from knn_moe.errors import AttachError, ConfigError
 from knn_moe.explain.explanation import ExplainedToken, Explanation, RecalledCase
 from knn_moe.report.explanation import LEVELS, render_explanation
@@ -170,12 +170,12 @@ def test_a_closed_gate(model: PreTrainedModel, memory: RoutingMemory, prompt: Te
 def test_layers_without_trust_are_left_out(
     model: PreTrainedModel, memory: RoutingMemory, prompt: Tensor
 ) -> None:
-    config = RoutingConfig(kernels=(LayerKernel(layer=0, trust=0.0),))
+    config = RoutingConfig(per_layer=(LayerRouting(layer=0, confidence_factor=0.0),))
     told = assert_tells_what_was_counted(model, memory, config, prompt)
     assert told.layers == (1,)
     with pytest.raises(ConfigError, match=r"attached to layer 0. Attached are: \[1\]"):
         told.only([0])
-    with attach(model, memory, RoutingConfig(trust=0.0)) as routing:
+    with attach(model, memory, RoutingConfig(confidence_factor=0.0)) as routing:
         silent = routing.explain(prompt)
     assert silent.layers == ()
     assert [token.cases for token in silent.tokens] == [()] * 9

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from conftest import family, make_texts
 from knn_moe import BuildConfig, RoutingConfig, attach, build_memory
-from knn_moe.routers.grouped_experts import NAME, fast_experts
+from knn_moe.routers.grouped_experts import NAME, use_grouped_experts
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
@@ -28,7 +28,7 @@ def test_a_memory_built_there_is_the_one_built_here(
     model: PreTrainedModel, tokenizer: object
 ) -> None:
     here = build_memory(model, tokenizer, TEXTS, BUILD)
-    with fast_experts(model.cuda()):
+    with use_grouped_experts(model.cuda()):
         assert model.config._experts_implementation == NAME
     there = build_memory(model, tokenizer, TEXTS, BUILD)
     for index, layer in here.layers.items():
@@ -42,7 +42,7 @@ def test_building_experts_in_bf16(tokenizer: object) -> None:
     ids = torch.randint(3, 128, (4, 16), device="cuda")
     table = model.get_input_embeddings().weight
     results = []
-    for context in (torch.enable_grad(), fast_experts(model)):
+    for context in (torch.enable_grad(), use_grouped_experts(model)):
         with context:
             logits = model(ids, use_cache=False).logits.float()
             results.append((logits, torch.autograd.grad(logits.square().mean(), table)[0].float()))

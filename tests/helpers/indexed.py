@@ -61,8 +61,8 @@ def off(found: Tensor, exact: Tensor, own: Tensor) -> float:
 
 
 def meant_for(memory: RoutingMemory, **routing: Any) -> RoutingMemory:
-    header = replace(memory.header, routing=replace(memory.routing, **routing))
-    return replace(memory, header=header)
+    manifest = replace(memory.manifest, routing=replace(memory.routing, **routing))
+    return replace(memory, manifest=manifest)
 
 
 def of_rows(memory: RoutingMemory, rows: Tensor) -> RoutingMemory:

@@ -103,10 +103,13 @@ class Layer:
     def expected(self) -> tuple[Tensor, Tensor]:
         """Mixed logits and confidence, by plain torch."""
         squared_distance, places = self.index.estimate(self.inputs, self.case.k)
-        similarity, (gamma, confidence_gamma, trust) = cosine if self.case.cosine else rbf, KERNEL
+        similarity, (gamma, confidence_gamma, confidence_factor) = (
+            cosine if self.case.cosine else rbf,
+            KERNEL,
+        )
         log_similarity = similarity(squared_distance, gamma)
         proposal = propose_logits(self.values.at(places), log_similarity)
-        weight = trust * confidence(similarity(squared_distance, confidence_gamma))
+        weight = confidence_factor * confidence(similarity(squared_distance, confidence_gamma))
         return mix_logits(self.logits.float(), proposal, weight), weight
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from conftest import BUILD, TEXTS, encode, family, make_texts
 from knn_moe import RoutingConfig, RoutingMemory, attach, build_memory, find_routers
-from knn_moe.config import LayerKernel
+from knn_moe.config import LayerRouting
 from knn_moe.errors import (
     ConfigError,
 )
@@ -150,10 +150,10 @@ def test_recorded_router_logits_are_those_used(
 def test_each_layer_has_its_kernels(
     model: PreTrainedModel, memory: RoutingMemory, prompt: torch.Tensor
 ) -> None:
-    """One width to weigh neighbours, one for λ, and λ's factor; a layer of no trust is left out."""
+    """One width to weigh neighbours, one for λ, and λ's factor; a layer of no confidence_factor is left out."""
     base = model(prompt, output_router_logits=True, use_cache=False).router_logits
-    own = LayerKernel(layer=0, gamma_scale=2.0, confidence_scale=0.3, trust=0.8)
-    config = RoutingConfig(k=3, trust=0.0, kernels=(own,))
+    own = LayerRouting(layer=0, gamma_scale=2.0, confidence_scale=0.3, confidence_factor=0.8)
+    config = RoutingConfig(k=3, confidence_factor=0.0, per_layer=(own,))
     with attach(model, memory, config) as routing:
         mixed = model(prompt, output_router_logits=True, use_cache=False).router_logits
         assert list(routing.stats()) == [0]
@@ -162,10 +162,10 @@ def test_each_layer_has_its_kernels(
     nearest, rows = torch.topk(distance, 3, dim=-1, largest=False)
     weight = torch.softmax(-2.0 * layer.gamma * nearest, dim=-1)
     proposal = (weight[:, :, None] * layer.values[rows].double()).sum(dim=1)
-    trust = 0.8 * torch.exp(-0.3 * layer.gamma * nearest).mean(dim=-1, keepdim=True)
-    expected = (1 - trust) * base[0].double() + trust * proposal
+    confidence_factor = 0.8 * torch.exp(-0.3 * layer.gamma * nearest).mean(dim=-1, keepdim=True)
+    expected = (1 - confidence_factor) * base[0].double() + confidence_factor * proposal
     torch.testing.assert_close(mixed[0], expected.float())
-    with attach(model, memory, RoutingConfig(trust=0.0)):
+    with attach(model, memory, RoutingConfig(confidence_factor=0.0)):
         silent = model(prompt, output_router_logits=True, use_cache=False).router_logits
     assert all(torch.equal(one, two) for one, two in zip(silent, base, strict=True))
 

@@ -252,9 +252,9 @@ def test_a_compressed_memory_has_no_keys(
 def test_a_memory_keeps_its_gate_and_older_ones_have_none(
     memory: RoutingMemory, tmp_path: Path
 ) -> None:
-    header = replace(memory.header, routing=gated(memory, "entropy", 0.25))
-    replace(memory, header=header).save_pretrained(tmp_path / "memory")
-    assert RoutingMemory.from_pretrained(tmp_path / "memory").routing == header.routing
+    manifest = replace(memory.manifest, routing=gated(memory, "entropy", 0.25))
+    replace(memory, manifest=manifest).save_pretrained(tmp_path / "memory")
+    assert RoutingMemory.from_pretrained(tmp_path / "memory").routing == manifest.routing
     path = tmp_path / "memory" / "memory_config.json"
     config = json.loads(path.read_text(encoding="utf8"))
     del config["routing"]["gate"], config["routing"]["gate_share"]

@@ -207,7 +207,7 @@ def test_nothing_is_left_behind(memory: RoutingMemory, prompt: Tensor) -> None:
     with attach(model, memory) as routing, torch.no_grad():
         cache = DynamicCache(config=model.config)
         model(prompt, past_key_values=cache)
-        held = routing._reading._cache
+        held = routing._history._cache
         assert held is not None
         assert held() is cache
         del cache

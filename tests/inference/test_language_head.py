@@ -227,8 +227,8 @@ def test_a_compressed_memory_keeps_its_head(
     plain: RoutingMemory,
     tmp_path: Path,
 ) -> None:
-    header = replace(plain.header, routing=with_head(plain, MANY))
-    asked = replace(plain, header=header, folder=None)
+    manifest = replace(plain.manifest, routing=with_head(plain, MANY))
+    asked = replace(plain, manifest=manifest, folder=None)
     compress(asked, IndexConfig(kind="fast"), folder=tmp_path / "small")
     small = RoutingMemory.from_pretrained(tmp_path / "small")
     assert small.routing.head == MANY
@@ -241,8 +241,8 @@ def test_a_compressed_memory_keeps_its_head(
 
 def test_a_control_has_none(model: PreTrainedModel, memory: RoutingMemory) -> None:
     """It would go on telling what followed, and what a control takes away would not be missed."""
-    header = replace(memory.header, routing=with_head(memory))
-    asked = replace(memory, header=header)
+    manifest = replace(memory.manifest, routing=with_head(memory))
+    asked = replace(memory, manifest=manifest)
     for kind in ("shuffled", "random", "own-logits"):
         assert control(asked, kind, model).routing.head is None
     assert asked.routing.head == HEAD
@@ -275,8 +275,8 @@ def test_where_nothing_is_trusted_a_head_is_refused(
     model: PreTrainedModel, memory: RoutingMemory
 ) -> None:
     with pytest.raises(ConfigError, match="trusts none"):
-        attach(model, memory, with_head(memory, trust=0.0))
-    with attach(model, memory, with_head(memory, None, trust=0.0)):
+        attach(model, memory, with_head(memory, confidence_factor=0.0))
+    with attach(model, memory, with_head(memory, None, confidence_factor=0.0)):
         assert read(model).isfinite().all()
 
 

@@ -133,11 +133,11 @@ def test_what_is_refused(model: PreTrainedModel, memories: dict[str, RoutingMemo
         attach_all(model, {})
     with pytest.raises(ConfigError, match="no memory of that name"):
         attach_all(model, memories, {"art": RoutingConfig()})
-    header = replace(
-        memories["law"].header,
+    manifest = replace(
+        memories["law"].manifest,
         base_model=replace(memories["law"].base_model, fingerprint="0" * 64),
     )
-    foreign = {**memories, "law": replace(memories["law"], header=header)}
+    foreign = {**memories, "law": replace(memories["law"], manifest=manifest)}
     with pytest.raises(MemoryMismatchError, match="force"):
         attach_all(model, foreign)
     assert not any(router.scope._forward_pre_hooks for router in find_routers(model))

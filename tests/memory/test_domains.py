@@ -26,7 +26,7 @@ from knn_moe.equations.mixing import mix_logits
 from knn_moe.equations.similarity import SIMILARITIES
 from knn_moe.index import FastIndex
 from knn_moe.recall import recall as recall_module
-from knn_moe.recall.recall import Kernel, LayerRecall, RouterCall, layer_gammas, scaled
+from knn_moe.recall.recall import Widths, LayerRecall, RouterCall, layer_gammas, layer_widths
 
 
 def calls_of(
@@ -49,11 +49,11 @@ def by_hand(
     layer = memory.full_layers()[call.layer]
     squared = torch.cdist(call.inputs.double(), layer.keys.double()).square()
     near, rows = squared.topk(config.k, largest=False)
-    kernel = config.kernel(call.layer)
+    kernel = config.for_layer(call.layer)
     share = torch.softmax(-gammas[rows] * kernel.gamma_scale * near, dim=1)
-    trust = torch.exp(-gammas[rows] * kernel.confidence_scale * near).mean(dim=1)
+    confidence_factor = torch.exp(-gammas[rows] * widths.confidence_scale * near).mean(dim=1)
     proposal = (share[:, :, None] * layer.values.double()[rows]).sum(dim=1)
-    return torch.lerp(call.logits.double(), proposal, trust[:, None]), trust
+    return torch.lerp(call.logits.double(), proposal, confidence_factor[:, None]), confidence_factor
 
 
 # What it means
@@ -71,11 +71,13 @@ def test_a_case_is_weighed_by_its_own_domain(
     for index, call in calls_of(model, merged, USE, ids).items():
         own = (sparse.layers[index].gamma, dense.layers[index].gamma)
         assert merged.layers[index].gammas == own
-        mixed, trust = by_hand(merged, call, USE, torch.tensor(own).double()[domain])
-        torch.testing.assert_close(call.confidence.double(), trust, rtol=1e-3, atol=1e-4)
+        mixed, confidence_factor = by_hand(merged, call, USE, torch.tensor(own).double()[domain])
+        torch.testing.assert_close(
+            call.confidence.double(), confidence_factor, rtol=1e-3, atol=1e-4
+        )
         torch.testing.assert_close(call.mixed.double(), mixed, rtol=1e-3, atol=1e-3)
         joint = torch.full((len(domain),), merged.layers[index].gamma).double()
-        assert (by_hand(merged, call, USE, joint)[1] - trust).abs().max() > 0.1
+        assert (by_hand(merged, call, USE, joint)[1] - confidence_factor).abs().max() > 0.1
 
 
 def test_far_from_the_other_domain_it_is_the_memory_alone(
@@ -213,7 +215,7 @@ def test_kernels_that_know_one_gamma_only_search(
     config, layer = replace(USE, index=FAST), merged.layers[0]
     ratio = torch.ones(len(merged))
     plain, domains = (
-        LayerRecall(layer, Kernel.single(1.0), config, CPU, ratio=each) for each in (None, ratio)
+        LayerRecall(layer, Widths.single(1.0), config, CPU, ratio=each) for each in (None, ratio)
     )
     assert isinstance(plain.fused, Kernels)
     assert domains.fused is None
@@ -262,14 +264,14 @@ def test_calibration_and_pruning_recall_as_routing_does(
     judged.owner = stranger
     torch.testing.assert_close(judged(inputs, own), call.mixed)
     gammas = layer_gammas(merged, 0, config, CPU)
-    kernel = scaled(gammas.joint, 0, config)
+    kernel = layer_widths(gammas.joint, 0, config)
     ratio = gammas.ratio(merged.provenance)
     layer = Layer(merged.full_layers()[0], owner, kernel, SIMILARITIES["rbf"], config.k, ratio)
     found = layer.recall(inputs, stranger)
-    mixed = mix_logits(own.float(), found.proposal, found.trust)
+    mixed = mix_logits(own.float(), found.proposal, found.confidence_factor)
     torch.testing.assert_close(mixed, call.mixed)
     if config.gamma is None:
-        mix = Mix(cases, Kernels({0: cases.gamma}, CPU, [config.kernel(0)]), config.k)
+        mix = Mix(cases, Kernels({0: cases.gamma}, CPU, [config.for_layer(0)]), config.k)
         mix.rows = found.rows
         torch.testing.assert_close(mix(inputs, own), call.mixed, rtol=1e-4, atol=1e-4)
 

@@ -94,16 +94,16 @@ def test_dropping_from_a_pruned_memory_keeps_its_kernel(
     small = prune(model, plain, 0.5)
     rest = small.without([7])
     assert rest.layers[0].gamma == plain.layers[0].gamma
-    assert rest.header.pruned == small.header.pruned
+    assert rest.manifest.pruned == small.manifest.pruned
     assert 7 in small.provenance.example
     assert 7 not in rest.provenance.example
     assert plain.without([7]).layers[0].gamma != plain.layers[0].gamma
 
 
 def test_what_a_calibration_learned_from_them_goes_too(plain: RoutingMemory) -> None:
-    header = replace(plain.header, calibration={"helps": True})
-    rest = replace(plain, header=header).without([7])
-    assert rest.header.calibration is None
+    manifest = replace(plain.manifest, calibration={"helps": True})
+    rest = replace(plain, manifest=manifest).without([7])
+    assert rest.manifest.calibration is None
     assert rest.routing == plain.build.routing()
 
 

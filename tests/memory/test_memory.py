@@ -39,7 +39,7 @@ def offline_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def assert_same(one: RoutingMemory, other: RoutingMemory) -> None:
-    assert one.header == other.header
+    assert one.manifest == other.manifest
     assert list(one.layers) == list(other.layers)
     for index, layer in one.layers.items():
         assert torch.equal(layer.keys, other.layers[index].keys)
@@ -230,7 +230,9 @@ def test_publishing_uploads_the_folder_with_its_card(
     assert {"memory_config.json", "README.md", "layer-000.safetensors"} <= seen["files"]
     assert 'from_pretrained("me/memory")' in seen["card"]
     assert "base_model:" not in seen["card"]  # the name of a class is nothing the hub knows
-    in_ram = RoutingMemory(layers=built.layers, provenance=built.provenance, header=built.header)
+    in_ram = RoutingMemory(
+        layers=built.layers, provenance=built.provenance, manifest=built.manifest
+    )
     assert in_ram.push_to_hub("me/memory") == "https://hub/me/memory"
 
 
@@ -249,6 +251,6 @@ def test_an_empty_memory_changes_nothing(built: RoutingMemory, tokenizer: object
         index: type(layer)(layer.keys[:0], layer.values[:0], layer.gamma)
         for index, layer in built.layers.items()
     }
-    empty = RoutingMemory(layers=layers, provenance=nothing, header=built.header)
+    empty = RoutingMemory(layers=layers, provenance=nothing, manifest=built.manifest)
     with attach(model, empty):
         assert torch.equal(model(ids, use_cache=False).logits, base)

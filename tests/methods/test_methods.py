@@ -84,7 +84,7 @@ def test_a_calibrated_memory_is_shared_with_the_head_beside_it(setting: Setting)
     assert isinstance(alone.method, KnnMoe)
     found = alone.method.facts()["calibration"]
     assert len(found["targets"]) == 8
-    assert found == alone.method.memory.header.calibration
+    assert found == alone.method.memory.manifest.calibration
     assert both.method.facts()["knn-calibrated"]["calibration"] == found
     assert min(alone.seconds, both.seconds) >= many._made["memory-calibrated"][1] > 0
 

@@ -37,7 +37,7 @@ from knn_moe.explain.trace import trace
 from knn_moe.index.fast.grid import principal_axes
 from knn_moe.inference.attach import Routing
 from knn_moe.memory.gamma import Gammas
-from knn_moe.recall.recall import Kernel, LayerRecall, scaled
+from knn_moe.recall.recall import Widths, LayerRecall, layer_widths
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +106,8 @@ def test_compressed_saved_and_opened_it_does_the_same(
     assert torch.equal(logits(model, made, None, ids), expected)
     made.save_pretrained(tmp_path / "saved")
     opened = RoutingMemory.from_pretrained(tmp_path / "saved")
-    assert opened.header == made.header
-    assert opened.header.routing == config
+    assert opened.manifest == made.manifest
+    assert opened.manifest.routing == config
     assert torch.equal(logits(model, opened, None, ids), expected)
     assert (tmp_path / "saved" / "layer-000.safetensors").read_bytes() == (
         tmp_path / "made" / "layer-000.safetensors"
@@ -122,7 +122,7 @@ def test_a_layer_that_was_never_written(
         number: compress_layer(
             layer,
             Gammas(layer.gamma),
-            scaled(layer.gamma, number, small.routing),
+            layer_widths(layer.gamma, number, small.routing),
             small.routing,
             CPU,
         )
@@ -250,7 +250,7 @@ def test_compiled_by_the_usual_compiler(
     """Which rewrites what it is given, and once lost a factor on the way: cases were others."""
     layer = memory.full_layers()[0]
     config = RoutingConfig(k=3, index=index)
-    recall = LayerRecall(layer, Kernel.single(layer.gamma), config, CPU)
+    recall = LayerRecall(layer, Widths.single(layer.gamma), config, CPU)
     inputs, own = layer.keys[::40].float() + 0.1, layer.values[1::40]
     for count in (1, len(own)):
         expected = recall(inputs[:count], own[:count])

@@ -19,7 +19,7 @@ from knn_moe.build.optimise import LayerCases, optimise_paths, optimise_routing,
 from knn_moe.reference.windows import TokenBatch
 from knn_moe.routers.dense_gradients import Experts, StraightThrough
 from knn_moe.routers.find import Router, block_of
-from knn_moe.routers.model_state import frozen
+from knn_moe.routers.model_state import freeze
 
 three_families = pytest.mark.parametrize("name", ["olmoe", "qwen3_moe", "gpt_oss"])
 
@@ -111,7 +111,7 @@ def test_a_build_step_descends_the_naive_gradient(name: str) -> None:
     real = torch.ones_like(ids, dtype=torch.bool)
     batch = TokenBatch(ids, real, real, padded=False)
     config = BuildConfig(steps=1, learning_rate=1.0, gradient="dense")
-    with frozen(model):
+    with freeze(model):
         expected = naive_slopes(model, routers, batch)
         start = optimise_routing(model, routers, batch, BuildConfig(steps=0))
         moved = optimise_routing(model, routers, batch, config)
@@ -140,7 +140,7 @@ def test_paths_of_several_rates_are_those_of_each_and_share_the_first_backward(
         passes.append(arguments)
         return summed_loss(*arguments)
 
-    with frozen(model):
+    with freeze(model):
         monkeypatch.setattr("knn_moe.build.optimise.summed_loss", counted)
         optimise_paths(
             model, routers, batch, config, rates, lambda r, s, cases: found.update({(r, s): cases})

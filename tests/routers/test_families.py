@@ -15,7 +15,7 @@ from knn_moe.build.optimise import RoutingLogits, optimise_routing, summed_loss
 from knn_moe.errors import UnsupportedModelError
 from knn_moe.reference.windows import TokenBatch
 from knn_moe.routers.intercept import ReplaceLogits, RouterHook
-from knn_moe.routers.model_state import frozen
+from knn_moe.routers.model_state import freeze
 
 # Their blocks do not call experts(hidden_states, indices, weights) on what the router returns.
 NO_TRUE_GRADIENT = {"phimoe"}
@@ -91,7 +91,7 @@ def test_one_backward_reaches_every_layer(family: Family) -> None:
     batch = token_batch()
     routers = find_routers(model)
     layers = [RoutingLogits(router) for router in routers]
-    with frozen(model):
+    with freeze(model):
         for layer in layers:
             RouterHook(layer.router, layer).install()
         loss = summed_loss(model, batch)
@@ -109,7 +109,7 @@ def test_optimised_logits_lower_the_loss(family: Family) -> None:
     batch = token_batch()
     config = BuildConfig(steps=3, learning_rate=1e-3)
     routers = find_routers(model)
-    with frozen(model):
+    with freeze(model):
         before = summed_loss(model, batch)
         cases = optimise_routing(model, routers, batch, config)
         for router in routers:
@@ -127,11 +127,11 @@ def test_dense_gradients_reach_experts_that_were_not_chosen(family: Family) -> N
     dense = BuildConfig(steps=1, learning_rate=1.0, gradient="dense")
     # A router that is a bare linear map (Jamba up to transformers 5.17) chooses in its block, too.
     if family.name in NO_DENSE_GRADIENT or type(routers[0].module) is torch.nn.Linear:
-        with frozen(model), pytest.raises(UnsupportedModelError, match="gradient='sparse'"):
+        with freeze(model), pytest.raises(UnsupportedModelError, match="gradient='sparse'"):
             optimise_routing(model, routers, batch, dense)
         return
     base = model(batch.ids, use_cache=False).logits
-    with frozen(model):
+    with freeze(model):
         own = optimise_routing(model, routers, batch, start)
         better = optimise_routing(model, routers, batch, dense)
     for router in routers:

@@ -24,7 +24,7 @@ from knn_moe.memory.compressed import CompressedLayer, IndexQuality
 from knn_moe.memory.gamma import Gammas
 from knn_moe.memory.memory import LayerMemory, RoutingMemory
 from knn_moe.memory.writer import write_layers
-from knn_moe.recall.recall import Kernel, layer_gammas, open_layer, rows_of, scaled
+from knn_moe.recall.recall import Widths, layer_gammas, open_layer, rows_of, layer_widths
 
 _SAMPLE: Final = 512  # keys that an index is tried on
 
@@ -56,27 +56,27 @@ def compress(
     def layers() -> Iterator[tuple[int, dict[str, Any], dict[str, Tensor]]]:
         for number, layer in full.items():
             gammas = _own_gammas(memory, number, routing.similarity, place)
-            kernel = scaled(gammas.joint, number, routing)
+            widths = layer_widths(gammas.joint, number, routing)
             ratio = gammas.ratio(memory.provenance) if by_domain else None
-            small = compress_layer(layer, gammas, kernel, routing, place, ratio)
+            small = compress_layer(layer, gammas, widths, routing, place, ratio)
             yield number, small.entry(), dict(small.tensors)
             on_layer(number)
 
-    header = replace(memory.header, routing=routing)
-    write_layers(Path(folder), header, memory.provenance, layers(), overwrite=overwrite)
+    manifest = replace(memory.manifest, routing=routing)
+    write_layers(Path(folder), manifest, memory.provenance, layers(), overwrite=overwrite)
     return RoutingMemory.from_pretrained(folder, verify=False)
 
 
 def compress_layer(
     layer: LayerMemory,
     gammas: Gammas,
-    kernel: Kernel,
+    widths: Widths,
     routing: RoutingConfig,
     device: torch.device,
     ratio: Tensor | None = None,
 ) -> CompressedLayer:
     """One layer, as `routing` says, made on `device`. `gammas` are the layer's own, unscaled;
-    `kernel` and `ratio` [M], see recall.py, what `routing` makes of them."""
+    `widths` and `ratio` [M], see recall.py, what `routing` makes of them."""
     if routing.index is None:
         raise ConfigError("A layer is compressed as some index: RoutingConfig(index=…).")
     index, values = open_layer(layer, routing, device)
@@ -91,14 +91,14 @@ def compress_layer(
         shape=layer.shape,
         index=routing.index,
         similarity=routing.similarity,
-        quality=measure(index, layer.keys, kernel, routing, device, ratio),
+        quality=measure(index, layer.keys, widths, routing, device, ratio),
     )
 
 
 def measure(
     index: KeyIndex,
     keys: Tensor,
-    kernel: Kernel,
+    widths: Widths,
     routing: RoutingConfig,
     device: torch.device,
     ratio: Tensor | None = None,
@@ -110,7 +110,7 @@ def measure(
     if len(keys) < 2:
         return IndexQuality(recall=1.0, confidence_error=0.0)
     similarity = SIMILARITIES[routing.similarity]
-    width = torch.tensor(kernel.confidence_gamma)
+    width = torch.tensor(widths.confidence_gamma)
     count = min(_SAMPLE, len(keys))
     sample = torch.arange(count) * len(keys) // count
     k = min(routing.k, len(keys) - 1)
@@ -128,7 +128,9 @@ def measure(
     lambdas = [confidence(similarity.log(part.cpu(), width)) for part in (found, exact)]
     return IndexQuality(
         recall=round(float(hit.float().mean()), 4),
-        confidence_error=round(kernel.trust * float((lambdas[0] - lambdas[1]).abs().mean()), 5),
+        confidence_error=round(
+            widths.confidence_factor * float((lambdas[0] - lambdas[1]).abs().mean()), 5
+        ),
     )
 
 
@@ -148,9 +150,9 @@ def _own_gammas(
 ) -> Gammas:
     """The layer's γ from its own distances, whatever the memory's routing makes of it.
 
-    Cosine has none, but its keys serve the RBF kernel on unit vectors as well.
+    Cosine has none, but its keys serve the RBF widths on unit vectors as well.
     """
     prepare = SIMILARITIES[similarity].prepare
-    kernels = (entry for entry in SIMILARITIES.values() if entry.uses_gamma)
-    name = next(entry.name for entry in kernels if entry.prepare is prepare)
+    widths = (entry for entry in SIMILARITIES.values() if entry.uses_gamma)
+    name = next(entry.name for entry in widths if entry.prepare is prepare)
     return layer_gammas(memory, number, RoutingConfig(similarity=name), device)

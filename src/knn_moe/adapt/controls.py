@@ -54,7 +54,7 @@ def random_neighbours(memory: RoutingMemory, seed: int = 0) -> RoutingMemory:
     what the next token like it recalls. Said by the memory's routing: `RoutingConfig.drawn`.
     """
     routing = replace(memory.routing, drawn=seed)
-    return replace(memory, header=replace(memory.header, routing=routing), folder=None)
+    return replace(memory, manifest=replace(memory.manifest, routing=routing), folder=None)
 
 
 def own_values(memory: RoutingMemory, model: nn.Module) -> RoutingMemory:
@@ -139,4 +139,4 @@ def control(
 def _routing_only(memory: RoutingMemory) -> RoutingMemory:
     """Without a head, which would go on telling what followed the nearest cases."""
     routing = replace(memory.routing, head=None)
-    return replace(memory, header=replace(memory.header, routing=routing))
+    return replace(memory, manifest=replace(memory.manifest, routing=routing))

@@ -25,8 +25,8 @@ from knn_moe.config import BuildConfig
 from knn_moe.reference.examples import Example
 from knn_moe.reference.windows import ReferenceTokens, make_batch, plan_batches, read_tokens
 from knn_moe.routers.find import find_routers
-from knn_moe.routers.grouped_experts import fast_experts
-from knn_moe.routers.model_state import frozen
+from knn_moe.routers.grouped_experts import use_grouped_experts
+from knn_moe.routers.model_state import freeze
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def _own_experts(model: nn.Module, reference: ReferenceTokens, bench: BuildBench
 
 
 def _model_only(model: nn.Module, reference: ReferenceTokens, bench: BuildBench) -> BuildMeasure:
-    with fast_experts(model):
+    with use_grouped_experts(model):
         batches = list(plan_batches(reference.lengths, bench.config.batch_tokens))
         return _optimise("model only", model, reference, batches, bench)
 
@@ -117,7 +117,7 @@ def _optimise(
     bench: BuildBench,
 ) -> BuildMeasure:
     routers = find_routers(model)
-    with frozen(model), _stopwatch(bench.device) as watch:
+    with freeze(model), _stopwatch(bench.device) as watch:
         for windows in batches:
             batch, _ = make_batch(reference, windows)
             optimise_routing(model, routers, batch.to(bench.device), bench.config)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from knn_moe.memory.gamma import estimate_gamma
-from knn_moe.memory.manifest import MemoryHeader
+from knn_moe.memory.manifest import MemoryManifest
 from knn_moe.memory.memory import LayerMemory, RoutingMemory
 from knn_moe.reference.provenance import Provenance
 from knn_moe.routers.find import Router, find_routers
@@ -82,8 +82,8 @@ def own_memory(model: Any, count: int, on_step: Callable[[str], None]) -> Routin
         on_step(f"γ of layer {layer}")
         gamma = estimate_gamma(part.keys, example, case, model.device)
         layers[layer] = LayerMemory(part.keys, part.values, gamma)
-    header = MemoryHeader(base_model=identify(model, routers))
-    return RoutingMemory(layers=layers, provenance=provenance, header=header)
+    manifest = MemoryManifest(base_model=identify(model, routers))
+    return RoutingMemory(layers=layers, provenance=provenance, manifest=manifest)
 
 
 class _Rows:

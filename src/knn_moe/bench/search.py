@@ -22,7 +22,7 @@ from knn_moe.config import RoutingConfig
 from knn_moe.errors import ConfigError, MissingDependencyError
 from knn_moe.index import IndexConfig, build_index
 from knn_moe.memory.memory import LayerMemory
-from knn_moe.recall.recall import Kernel, LayerRecall
+from knn_moe.recall.recall import Widths, LayerRecall
 
 EXACT: Final = IndexConfig()
 _HELD: Final = 2e8  # bytes of indexes in turn, at the least: more than a cache holds
@@ -148,7 +148,7 @@ class _Built:
 
 def _recall_of(layer: LayerMemory, index: IndexConfig, bench: SearchBench) -> LayerRecall:
     config = RoutingConfig(k=bench.k, index=index)
-    return LayerRecall(layer, Kernel.single(layer.gamma), config, bench.device)
+    return LayerRecall(layer, Widths.single(layer.gamma), config, bench.device)
 
 
 def time_calls(calls: Sequence[Callable[[], Any]], device: torch.device) -> float:

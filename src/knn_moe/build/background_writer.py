@@ -20,7 +20,7 @@ from knn_moe.build.optimise import LayerCases
 from knn_moe.memory.writer import MemoryWriter
 
 
-class Drain:
+class BackgroundWriter:
     """A context manager: leaving it waits until everything is written."""
 
     def __init__(self, writer: MemoryWriter, key_dtype: torch.dtype) -> None:
@@ -98,7 +98,7 @@ class Drain:
             self.buffers[place] = buffer
         return buffer[: len(like)]
 
-    def __enter__(self) -> Drain:
+    def __enter__(self) -> BackgroundWriter:
         return self
 
     def __exit__(

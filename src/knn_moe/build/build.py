@@ -21,22 +21,22 @@ from torch import nn
 
 from knn_moe.reference.windows import ReferenceTokens, make_batch, plan_batches, read_tokens
 from knn_moe.config import BuildConfig
-from knn_moe.build.background_writer import Drain
+from knn_moe.build.background_writer import BackgroundWriter
 from knn_moe.errors import BuildError, ModelTooLargeError, ReferenceSetError
-from knn_moe.routers.grouped_experts import fast_experts
-from knn_moe.memory.manifest import MemoryHeader
+from knn_moe.routers.grouped_experts import use_grouped_experts
+from knn_moe.memory.manifest import MemoryManifest
 from knn_moe.routers.fingerprint import identify, identify_tokenizer
 from knn_moe.routers.intercept import hook_on
 from knn_moe.routers.model_state import forget_compiled_graphs
 from knn_moe.memory.memory import RoutingMemory
 from knn_moe.build.optimise import optimise_routing
-from knn_moe.routers.model_state import frozen
+from knn_moe.routers.model_state import freeze
 from knn_moe.reference.examples import Example, ExampleLike, iter_examples
 from knn_moe.routers.find import Router, find_routers
 from knn_moe.routers.model_state import input_device, positions, unwrap
 from knn_moe.memory.files import refuse_existing
 from knn_moe.support.files import TemporaryFolder
-from knn_moe.build.checkpoint import Workspace
+from knn_moe.build.checkpoint import BuildCheckpoint
 from knn_moe.memory.writer import LayerShape
 
 
@@ -75,7 +75,7 @@ def build_memory(
     if any(hook_on(router) for router in routers):
         raise BuildError("The model has a memory attached: detach it before building another.")
     reference = reference_tokens(model, tokenizer, iter_examples(examples), config)
-    header = MemoryHeader(
+    manifest = MemoryManifest(
         base_model=identify(model, routers),
         tokenizer=identify_tokenizer(tokenizer),
         build=config,
@@ -87,13 +87,13 @@ def build_memory(
         for router in routers
     }
     report = on_progress or (lambda _: None)
-    with Workspace(target, header, reference.provenance, shapes) as workspace:
+    with BuildCheckpoint(target, manifest, reference.provenance, shapes) as checkpoint:
         progress = _Progress(reference, report)
         forget_compiled_graphs()
-        with frozen(model), fast_experts(model):
-            _fill(model, routers, reference, workspace, progress)
+        with freeze(model), use_grouped_experts(model):
+            _fill(model, routers, reference, checkpoint, progress)
         progress.report("seal")
-        workspace.publish(header, device=routers[0].device)
+        checkpoint.publish(manifest, device=routers[0].device)
         progress.report("done")
     return replace(RoutingMemory.from_pretrained(target, verify=False), _holds=holds)
 
@@ -122,22 +122,22 @@ def _fill(
     model: nn.Module,
     routers: list[Router],
     reference: ReferenceTokens,
-    workspace: Workspace,
+    checkpoint: BuildCheckpoint,
     progress: _Progress,
 ) -> None:
     """Compute and write every batch that is not on disk yet."""
-    config = workspace.header.build
+    config = checkpoint.manifest.build
     device = input_device(model)
-    with Drain(workspace.writer, _key_dtype(model)) as drain:
+    with BackgroundWriter(checkpoint.writer, _key_dtype(model)) as background:
         for number, windows in enumerate(plan_batches(reference.lengths, config.batch_tokens)):
             batch, rows = make_batch(reference, windows)
             tokens = int(batch.real.sum())
-            if number in workspace.finished:
+            if number in checkpoint.finished:
                 progress.skip(tokens)
                 continue
             with fitting(config, tuple(batch.ids.shape)):
                 cases = optimise_routing(model, routers, batch.to(device), config)
-            drain.submit(cases, rows, partial(workspace.mark, number))
+            background.submit(cases, rows, partial(checkpoint.mark, number))
             progress.add(tokens)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from knn_moe.errors import BuildError
-from knn_moe.memory.manifest import MemoryHeader
+from knn_moe.memory.manifest import MemoryManifest
 from knn_moe.reference.provenance import Provenance
 from knn_moe.memory.writer import LayerShape, MemoryWriter
 
@@ -27,21 +27,21 @@ def partial_folder(target: Path) -> Path:
     return target.with_name(f"{target.name}.partial")
 
 
-class Workspace:
+class BuildCheckpoint:
     """Opens the partial folder of `target`, fresh or left by a killed build of the same thing."""
 
     def __init__(
         self,
         target: Path,
-        header: MemoryHeader,
+        manifest: MemoryManifest,
         provenance: Provenance,
         shapes: Mapping[int, LayerShape],
     ) -> None:
         self.target = target
-        self.header = header
+        self.manifest = manifest
         self.root = partial_folder(target)
         self.journal = self.root / "journal.txt"
-        plan = _plan(header, provenance, shapes)
+        plan = _plan(manifest, provenance, shapes)
         fresh = not self.journal.is_file()
         if not fresh and _read_plan(self.root) != plan:
             raise BuildError(
@@ -56,7 +56,7 @@ class Workspace:
                 (self.root / "plan.json").write_text(json.dumps(plan, indent=2), encoding="utf8")
                 _require_space(self.root, provenance, shapes)
             self.writer = MemoryWriter(self.root / "memory", provenance, shapes, fresh=fresh)
-            # The journal's being there says that every file has its size and header.
+            # The journal's being there says that every file has its size and manifest.
             self.journal.touch()
         except BaseException:
             if fresh:
@@ -68,11 +68,11 @@ class Workspace:
         with self.journal.open("a", encoding="utf8") as lines:
             lines.write(f"{batch}\n")
 
-    def publish(self, header: MemoryHeader, device: torch.device) -> None:
-        self.writer.finish(header, self.target, device=device)
+    def publish(self, manifest: MemoryManifest, device: torch.device) -> None:
+        self.writer.finish(manifest, self.target, device=device)
         shutil.rmtree(self.root)
 
-    def __enter__(self) -> Workspace:
+    def __enter__(self) -> BuildCheckpoint:
         return self
 
     def __exit__(
@@ -88,13 +88,13 @@ class Workspace:
 
 
 def _plan(
-    header: MemoryHeader, provenance: Provenance, shapes: Mapping[int, LayerShape]
+    manifest: MemoryManifest, provenance: Provenance, shapes: Mapping[int, LayerShape]
 ) -> dict[str, Any]:
     digest = hashlib.sha256()
     for column in provenance.tensors().values():
         digest.update(column.numpy().tobytes())
     layers = {str(index): [*shape[:2], str(shape.dtype)] for index, shape in shapes.items()}
-    return {**header.to_dict(), "reference": digest.hexdigest(), "shapes": layers}
+    return {**manifest.to_dict(), "reference": digest.hexdigest(), "shapes": layers}
 
 
 def _read_plan(root: Path) -> Any:

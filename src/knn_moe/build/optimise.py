@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from knn_moe.reference.windows import TokenBatch
-from knn_moe.routers.model_state import installed
+from knn_moe.routers.model_state import install_hooks
 from knn_moe.config import BuildConfig
 from knn_moe.routers.dense_gradients import dense_gradient
 from knn_moe.errors import RouterNotCalledError
@@ -108,7 +108,7 @@ def optimise_paths(
         else RouterHook(layer.router, layer)
         for layer in layers
     ]
-    with torch.inference_mode(False), torch.enable_grad(), installed(hooks):
+    with torch.inference_mode(False), torch.enable_grad(), install_hooks(hooks):
         first: Slopes = []
         if config.steps:
             first = _slopes(model, layers, batch)

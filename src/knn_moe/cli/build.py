@@ -182,7 +182,7 @@ def _open(folder: Path) -> RoutingMemory:
 
     memory = RoutingMemory.from_pretrained(folder)
     memory.full_layers()
-    if memory.header.learned:
+    if memory.manifest.learned:
         raise ConfigError(
             f"The values of {str(folder)!r} were fitted to all its examples: build a memory of "
             f"these and the new ones with --calibrate."
@@ -238,7 +238,7 @@ def _appended(
         whole = earlier.merge(new, folder=output, overwrite=overwrite)
     if new.folder is not None:
         shutil.rmtree(new.folder)
-    if earlier.header.calibration is not None:
+    if earlier.manifest.calibration is not None:
         log.print("Its calibration was for fewer examples and is forgotten: calibrate it again.")
     return whole
 

@@ -145,11 +145,11 @@ def show_calibration(found: Calibration) -> None:
             kernel.layer,
             *kernel_cells(kernel),
             f"{mean.get(kernel.layer, 0.0):.2f}",
-            f"{found.stretch[kernel.layer]:.3g}",
+            f"{found.update_scale[kernel.layer]:.3g}",
             f"{far.nearest:.2f}",
             f"{far.last:.2f}",
         )
-        for kernel in map(found.routing.kernel, found.distances)
+        for kernel in map(found.routing.for_layer, found.distances)
         for far in [found.distances[kernel.layer]]
     ]
     columns = ("layer", *KERNEL_COLUMNS, "mean λ", "stretch ×", "γ d² nearest", "last")

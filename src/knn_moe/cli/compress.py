@@ -68,8 +68,8 @@ def command(
     index = IndexConfig(**{name: value for name, value in options.items() if value is not None})
     opened = RoutingMemory.from_pretrained(memory)
     if similarity is not None:
-        header = replace(opened.header, routing=replace(opened.routing, similarity=similarity))
-        opened = replace(opened, header=header)
+        manifest = replace(opened.manifest, routing=replace(opened.routing, similarity=similarity))
+        opened = replace(opened, manifest=manifest)
     done = 0
 
     def advance(layer: int) -> None:

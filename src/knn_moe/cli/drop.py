@@ -40,5 +40,5 @@ def command(
         print_json({**facts, "examples": rest.provenance.num_examples, "bytes": rest.nbytes})
     else:
         log.print(f"{rest!r}\n{gone:,} cases of {len(set(examples))} examples are gone.")
-        if opened.header.calibration is not None:
+        if opened.manifest.calibration is not None:
             log.print("Its calibration had read them and is forgotten: calibrate it again.")

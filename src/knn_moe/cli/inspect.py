@@ -10,10 +10,10 @@ import click
 from knn_moe.cli.common import json_option, print_json, print_table
 
 if TYPE_CHECKING:
-    from knn_moe.config import LayerKernel
+    from knn_moe.config import LayerRouting
     from knn_moe.memory.memory import RoutingMemory
 
-KERNEL_COLUMNS: Final = ("γ × to weigh", "γ × for λ", "trust")
+KERNEL_COLUMNS: Final = ("γ × to weigh", "γ × for λ", "confidence_factor")
 
 
 @click.command(name="inspect")
@@ -33,7 +33,7 @@ def command(memory: str, as_json: bool) -> None:
     opened = RoutingMemory.from_pretrained(memory)
     if as_json:
         numbers = {"cases": len(opened), "examples": opened.provenance.num_examples}
-        facts = {**opened.header.to_dict(), **numbers, "bytes": opened.nbytes}
+        facts = {**opened.manifest.to_dict(), **numbers, "bytes": opened.nbytes}
         if opened.provenance.num_domains > 1:
             facts["domains"] = [{"cases": cases} for cases in opened.provenance.cases_of_domain]
         print_json({**facts, "layers": layer_facts(opened)})
@@ -54,7 +54,7 @@ def show_layers(memory: RoutingMemory) -> None:
         "typical distance",
         "bytes a key",
     ]
-    kernels = {kernel.layer: kernel for kernel in memory.routing.kernels}
+    kernels = {kernel.layer: kernel for kernel in memory.routing.per_layer}
     several = memory.provenance.num_domains > 1
     if several:
         columns += ["γ by domain"]
@@ -73,15 +73,15 @@ def show_layers(memory: RoutingMemory) -> None:
             quality = layer["quality"]
             row += [f"{quality['recall']:.3f}", f"{quality['confidence_error']:.4f}"]
         if kernels:
-            row += kernel_cells(memory.routing.kernel(layer["layer"]))
+            row += kernel_cells(memory.routing.for_layer(layer["layer"]))
         rows.append(tuple(row))
     print_table("layers", tuple(columns), rows)
 
 
-def kernel_cells(kernel: LayerKernel) -> list[str]:
+def kernel_cells(kernel: LayerRouting) -> list[str]:
     """One for each of KERNEL_COLUMNS."""
     widths = [f"{width:.3g}" for width in (kernel.gamma_scale, kernel.confidence_scale)]
-    return [*widths, f"{kernel.trust:.2f}"]
+    return [*widths, f"{kernel.confidence_factor:.2f}"]
 
 
 def layer_facts(memory: RoutingMemory) -> list[dict[str, Any]]:
@@ -108,12 +108,12 @@ def layer_facts(memory: RoutingMemory) -> list[dict[str, Any]]:
 def _facts(memory: RoutingMemory) -> dict[str, str]:
     from knn_moe.config import RoutingConfig
 
-    header, usual = memory.header.to_dict(), RoutingConfig().to_dict()
-    del header["routing"]["kernels"]  # shown layer by layer
+    manifest, usual = memory.manifest.to_dict(), RoutingConfig().to_dict()
+    del manifest["routing"]["per_layer"]  # shown layer by layer
     told = ("k", "similarity")  # the rest only where it is not as usual
     routing = {
         name: value
-        for name, value in header["routing"].items()
+        for name, value in manifest["routing"].items()
         if name in told or value != usual[name]
     }
     return {
@@ -124,11 +124,11 @@ def _facts(memory: RoutingMemory) -> dict[str, str]:
         "examples": f"{memory.provenance.num_examples:,}",
         "domains": _domains(memory),
         "size": f"{memory.nbytes / 1e6:,.1f} MB",
-        "built with": _settings(header["build"]),
+        "built with": _settings(manifest["build"]),
         "used with": _settings(routing),
-        "calibrated": _calibration(header["calibration"]),
-        "pruned": _pruning(header["pruned"]),
-        "libraries": _settings(header["libraries"]),
+        "calibrated": _calibration(manifest["calibration"]),
+        "pruned": _pruning(manifest["pruned"]),
+        "libraries": _settings(manifest["libraries"]),
     }
 
 

@@ -21,11 +21,11 @@ from knn_moe.errors import AttachError, ConfigError, MemoryMismatchError, Router
 from knn_moe.explain.explain import Reader, explain_sequences, read_text, sequences_of
 from knn_moe.explain.explanation import Explanation
 from knn_moe.inference.gate import open_gate
-from knn_moe.inference.history import Reading
+from knn_moe.inference.history import TokenHistory
 from knn_moe.inference.hooks import LayerStats, RecallHook, Rows, TokenMask
 from knn_moe.inference.language_head import Head, install_heads, make_head
 from knn_moe.memory.memory import RoutingMemory
-from knn_moe.recall.recall import LayerRecall, RouterCall, layer_gammas, scaled
+from knn_moe.recall.recall import LayerRecall, RouterCall, layer_gammas, layer_widths
 from knn_moe.routers.find import Router, find_routers
 from knn_moe.routers.fingerprint import identify
 from knn_moe.routers.intercept import hook_on, takes_top
@@ -84,7 +84,7 @@ def recall_hook(
     """The hook of one layer's memory, on its router's device."""
     device = router.device
     gammas = layer_gammas(memory, router.layer, config, device)
-    kernel = scaled(gammas.joint, router.layer, config)
+    kernel = layer_widths(gammas.joint, router.layer, config)
     ratio = gammas.ratio(memory.provenance)
     layer = memory.layers[router.layer]
     gate = open_gate(router, layer, config)
@@ -174,7 +174,7 @@ class Routing(Handle):
         self.config = config
         self._model = model
         self._mask = TokenMask(model, routers)
-        self._reading = Reading(self._mask)
+        self._history = TokenHistory(self._mask)
         self._hooks = [
             recall_hook(router, memory, config, self._mask) for router in routers if len(memory)
         ]
@@ -182,7 +182,7 @@ class Routing(Handle):
         forget_compiled_graphs()
         self._handles = [handle for hook in self._hooks for handle in hook.install()]
         self._handles += install_heads(model, self._heads)
-        self._handles += self._reading.install() + self._mask.install(self._check_called)
+        self._handles += self._history.install() + self._mask.install(self._check_called)
 
     def recall_hooks(self) -> list[RecallHook]:
         return self._hooks
@@ -211,7 +211,7 @@ class Routing(Handle):
         if last is not None and last < 1:
             raise ConfigError(f"last must be at least 1, got {last}.")
         if input_ids is None:
-            sequences = self._reading.sequences(_ends(self._model))
+            sequences = self._history.sequences(_ends(self._model))
         else:
             if isinstance(input_ids, str):
                 input_ids = read_text(input_ids, tokenizer)
@@ -232,11 +232,11 @@ class Routing(Handle):
         """While inside, what runs is neither counted nor remembered."""
         counts = [self._mask.counts.sums, *(hook.counts.sums for hook in self._hooks)]
         before = [sums.clone() for sums in counts]
-        self._reading.paused = True
+        self._history.paused = True
         try:
             yield
         finally:
-            self._reading.paused = False
+            self._history.paused = False
             for sums, earlier in zip(counts, before, strict=True):
                 sums.copy_(earlier)
 
@@ -287,7 +287,7 @@ def _choose(routers: list[Router], memory: RoutingMemory, config: RoutingConfig)
                 f"{memory.base_model}; the model's is "
                 f"{f'{router.hidden_size} → {router.num_experts}' if router else 'not there'}."
             )
-    return [by_layer[index] for index in wanted if config.kernel(index).trust > 0]
+    return [by_layer[index] for index in wanted if config.for_layer(index).confidence_factor > 0]
 
 
 def _ends(model: nn.Module) -> tuple[int, ...]:

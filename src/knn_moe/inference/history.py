@@ -35,7 +35,7 @@ class Step:
     length: int | Tensor
 
 
-class Reading:
+class TokenHistory:
     """The calls since the model last began a sequence."""
 
     def __init__(self, mask: TokenMask) -> None:

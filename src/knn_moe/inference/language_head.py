@@ -110,7 +110,7 @@ def make_head(
     if not hooks:
         raise ConfigError(
             "A head recalls the cases of the last layer that is trusted, and this routing trusts "
-            "none: give a layer some trust, or leave out head=."
+            "none: give a layer some confidence_factor, or leave out head=."
         )
     hook = max(hooks, key=lambda each: each.router.layer)
     gamma = layer_gammas(memory, hook.router.layer, config, hook.router.device).joint

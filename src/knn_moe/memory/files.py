@@ -26,7 +26,7 @@ from knn_moe.errors import MemoryFormatError
 from knn_moe.reference.windows import Span
 from knn_moe.support.files import write_whole
 
-FORMAT_VERSION: Final = 4  # since 3: domains, and a head in the routing; 3 is read as well
+FORMAT_VERSION: Final = 5  # 3 and 4, which name some fields otherwise, are read as well
 CONFIG_FILE: Final = "memory_config.json"
 TOKENS_FILE: Final = "tokens.safetensors"
 _CHUNK: Final = 1 << 24

@@ -11,11 +11,12 @@ from knn_moe.config import BuildConfig, RoutingConfig, as_json
 from knn_moe.routers.fingerprint import ModelIdentity
 
 BY_CHANCE: Final = "chance"  # how cases are pruned that no example chose
+_RENAMED: Final = {"kernels": "per_layer", "trust": "confidence_factor"}  # since format 5
 _LIBRARIES: Final = ("knn-moe", "torch", "transformers")
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryHeader:
+class MemoryManifest:
     base_model: ModelIdentity
     tokenizer: Mapping[str, str | None] = field(default_factory=dict)
     build: BuildConfig = field(default_factory=BuildConfig)
@@ -33,24 +34,32 @@ class MemoryHeader:
         """Whether its examples had no say in which cases were kept, nor in others' values."""
         return not self.learned and (self.pruned is None or self.pruned["score"] == BY_CHANCE)
 
-    def uncalibrated(self) -> MemoryHeader:
+    def uncalibrated(self) -> MemoryManifest:
         """As it was built, where it was calibrated since; learned values stay."""
         if self.calibration is None:
             return self
         return replace(self, routing=self.build.routing(), calibration=None)
 
     @classmethod
-    def from_dict(cls, config: Mapping[str, Any]) -> MemoryHeader:
+    def from_dict(cls, config: Mapping[str, Any]) -> MemoryManifest:
         return cls(
             base_model=ModelIdentity(**config["base_model"]),
             tokenizer=config["tokenizer"],
             build=BuildConfig(**config["build"]),
-            routing=RoutingConfig(**config["routing"]),
+            routing=RoutingConfig(**_current_names(config["routing"])),
             libraries=config["libraries"],
             calibration=config.get("calibration"),
             pruned=config.get("pruned"),
             learned=config.get("learned", False),
         )
+
+
+def _current_names(routing: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a routing config as it is named now: formats 3 and 4 had other names for some fields."""
+    fields = {_RENAMED.get(name, name): value for name, value in routing.items()}
+    layers = fields.get("per_layer", ())
+    fields["per_layer"] = [{_RENAMED.get(k, k): v for k, v in one.items()} for one in layers]
+    return fields
 
 
 def joined_scores(scores: Iterable[str]) -> str:

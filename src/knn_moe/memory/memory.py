@@ -21,7 +21,7 @@ from knn_moe.config import BuildConfig, RoutingConfig
 from knn_moe.errors import ConfigError, MemoryFormatError, MemoryMismatchError
 from knn_moe.memory import files
 from knn_moe.memory.compressed import CompressedLayer
-from knn_moe.memory.manifest import MemoryHeader, joined_scores
+from knn_moe.memory.manifest import MemoryManifest, joined_scores
 from knn_moe.memory.writer import (
     NOTHING_KNOWN,
     KnownGammas,
@@ -73,7 +73,7 @@ class RoutingMemory:
 
     layers: Mapping[int, Layer]
     provenance: Provenance
-    header: MemoryHeader
+    manifest: MemoryManifest
     folder: Path | None = None
     _holds: object = field(default=None, repr=False)  # keeps a temporary folder alive
 
@@ -89,16 +89,16 @@ class RoutingMemory:
 
     @property
     def base_model(self) -> ModelIdentity:
-        return self.header.base_model
+        return self.manifest.base_model
 
     @property
     def build(self) -> BuildConfig:
-        return self.header.build
+        return self.manifest.build
 
     @property
     def routing(self) -> RoutingConfig:
         """How the memory is meant to be used; `attach` takes this by default."""
-        return self.header.routing
+        return self.manifest.routing
 
     @property
     def nbytes(self) -> int:
@@ -139,7 +139,7 @@ class RoutingMemory:
                 for entry, path in zip(config["layers"], layers, strict=True)
             },
             provenance=Provenance(**files.read_tensors(tokens)),
-            header=MemoryHeader.from_dict(config),
+            manifest=MemoryManifest.from_dict(config),
             folder=folder,
         )
 
@@ -151,7 +151,7 @@ class RoutingMemory:
                 for index, layer in self.layers.items()
                 if isinstance(layer, CompressedLayer)
             ]
-            write_layers(Path(folder), self.header, self.provenance, layers, overwrite=overwrite)
+            write_layers(Path(folder), self.manifest, self.provenance, layers, overwrite=overwrite)
             return
         _write(Path(folder), [self], self.provenance, known=self._gammas(), overwrite=overwrite)
 
@@ -190,15 +190,15 @@ class RoutingMemory:
             memory.full_layers()
         for other in others:
             _check_mergeable(self, other)
-        headers = [memory.header for memory in (self, *others)]
-        header = replace(
-            self.header.uncalibrated(),
+        manifests = [memory.manifest for memory in (self, *others)]
+        manifest = replace(
+            self.manifest.uncalibrated(),
             pruned=_pruned_in_all((self, *others)),
-            learned=any(header.learned for header in headers),
+            learned=any(manifest.learned for manifest in manifests),
         )
         # A memory of nothing is no domain.
         filled = [memory for memory in others if len(memory.provenance.example_of_window)]
-        memories = [replace(self, header=header), *filled]
+        memories = [replace(self, manifest=manifest), *filled]
         provenance = concatenate([memory.provenance for memory in memories])
         if by_domain is None:
             by_domain = any(memory.provenance.num_domains > 1 for memory in memories)
@@ -211,16 +211,16 @@ class RoutingMemory:
         self,
         rows: Tensor,
         *,
-        header: MemoryHeader | None = None,
+        manifest: MemoryManifest | None = None,
         folder: str | Path | None = None,
         overwrite: bool = False,
     ) -> RoutingMemory:
-        """The cases of `rows` with the memory's own γ, under `header` or its own.
+        """The cases of `rows` with the memory's own γ, under `manifest` or its own.
 
         All tokens stay, so that every case can say what it read. To `folder` as in `merge`.
         Shapes: rows [n] int64, ascending.
         """
-        chosen = replace(self, header=header or self.header)
+        chosen = replace(self, manifest=manifest or self.manifest)
         provenance = self.provenance.subset(rows)
         return _written(
             folder, [chosen], provenance, rows=rows, known=self._gammas(), overwrite=overwrite
@@ -241,16 +241,16 @@ class RoutingMemory:
         `folder` as in `merge`.
         """
         self.full_layers()
-        if self.header.learned:
+        if self.manifest.learned:
             raise ConfigError(
                 "The values of this memory were fitted to all its examples, those to drop "
                 "included: build a memory of the others instead."
             )
         check_droppable(self.provenance, examples)
         provenance, rows = self.provenance.without(examples)
-        rest = replace(self, header=self.header.uncalibrated())
+        rest = replace(self, manifest=self.manifest.uncalibrated())
         left = self.provenance.domains_without(examples)
-        known = self._gammas(left) if self.header.pruned else NOTHING_KNOWN
+        known = self._gammas(left) if self.manifest.pruned else NOTHING_KNOWN
         written = _written(folder, [rest], provenance, rows=rows, known=known, overwrite=overwrite)
         _check_gone(written, self.provenance, examples)
         return written
@@ -306,7 +306,7 @@ def _write(
                     writer.write(index, "keys", keys, [span])
                     writer.write(index, "values", layer.values[part].cpu(), [span])
             row += len(memory)
-        writer.finish(memories[0].header, folder, known=known, overwrite=overwrite)
+        writer.finish(memories[0].manifest, folder, known=known, overwrite=overwrite)
 
 
 def _parts(cases: int, rows: Tensor | None) -> Iterator[tuple[int, slice | Tensor]]:
@@ -356,10 +356,10 @@ def _domains_of_all(memories: Sequence[RoutingMemory]) -> dict[int, tuple[float,
 
 def _pruned_in_all(memories: Sequence[RoutingMemory]) -> dict[str, Any] | None:
     """What was left of all of them together, if of any some was pruned."""
-    cut = [memory.header.pruned for memory in memories if memory.header.pruned]
+    cut = [memory.manifest.pruned for memory in memories if memory.manifest.pruned]
     if not cut:
         return None
-    cases = sum((memory.header.pruned or {}).get("cases", len(memory)) for memory in memories)
+    cases = sum((memory.manifest.pruned or {}).get("cases", len(memory)) for memory in memories)
     score = joined_scores([facts["score"] for facts in cut])
     rounds = max(facts["rounds"] for facts in cut)
     return {"cases": cases, "kept": sum(map(len, memories)), "score": score, "rounds": rounds}

@@ -21,7 +21,7 @@ from torch import Tensor
 from knn_moe.memory import files
 from knn_moe.memory.card import model_card
 from knn_moe.memory.gamma import Gammas, estimate_by_domain, estimate_gamma
-from knn_moe.memory.manifest import MemoryHeader
+from knn_moe.memory.manifest import MemoryManifest
 from knn_moe.reference.provenance import Provenance
 from knn_moe.reference.windows import Span
 from knn_moe.support.files import write_whole
@@ -81,7 +81,7 @@ class MemoryWriter:
 
     def finish(
         self,
-        header: MemoryHeader,
+        manifest: MemoryManifest,
         folder: Path,
         *,
         known: KnownGammas = NOTHING_KNOWN,
@@ -101,7 +101,7 @@ class MemoryWriter:
                 {"layer": index, **gamma_entry(*found[index]), **entry}
                 for index, entry in zip(layers, described, strict=True)
             ]
-        seal(self.partial, header, self.provenance, entries, folder, overwrite=overwrite)
+        seal(self.partial, manifest, self.provenance, entries, folder, overwrite=overwrite)
 
     def _gammas(
         self, layers: list[int], known: KnownGammas, device: torch.device | None
@@ -132,7 +132,7 @@ def gamma_entry(joint: float, domains: tuple[float, ...]) -> dict[str, Any]:
 
 def seal(
     partial: Path,
-    header: MemoryHeader,
+    manifest: MemoryManifest,
     provenance: Provenance,
     layers: Sequence[Mapping[str, Any]],
     folder: Path,
@@ -141,7 +141,7 @@ def seal(
 ) -> None:
     """Write config and card beside the files of `partial`, and rename it to `folder`."""
     config: dict[str, Any] = {
-        **header.to_dict(),
+        **manifest.to_dict(),
         "keys": len(provenance),
         "examples": provenance.num_examples,
         **({"domains": provenance.cases_of_domain} if provenance.num_domains > 1 else {}),
@@ -154,9 +154,9 @@ def seal(
     files.publish(partial, folder, overwrite=overwrite)
 
 
-def reseal(folder: Path, header: MemoryHeader) -> None:
-    """Write another header into a memory's folder; its files stay as they are."""
-    config = {**files.read_config(folder), **header.to_dict()}
+def reseal(folder: Path, manifest: MemoryManifest) -> None:
+    """Write another manifest into a memory's folder; its files stay as they are."""
+    config = {**files.read_config(folder), **manifest.to_dict()}
     write_whole(folder / "README.md", model_card(config))
     files.write_config(folder, config)
 
@@ -176,7 +176,7 @@ def scratch_beside(folder: Path) -> Iterator[Path]:
 
 def write_layers(
     folder: Path,
-    header: MemoryHeader,
+    manifest: MemoryManifest,
     provenance: Provenance,
     layers: Iterable[tuple[int, Mapping[str, Any], Mapping[str, Tensor]]],
     *,
@@ -191,4 +191,4 @@ def write_layers(
             path = scratch / files.layer_file(index)
             files.write_tensors(path, tensors)
             entries.append({"layer": index, **entry, **files.describe_file(path)})
-        seal(scratch, header, provenance, entries, folder, overwrite=overwrite)
+        seal(scratch, manifest, provenance, entries, folder, overwrite=overwrite)

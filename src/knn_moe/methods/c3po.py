@@ -32,7 +32,7 @@ from knn_moe.methods.c3po_reference import C3poConfig, Reference, successes
 from knn_moe.methods.method import Method
 from knn_moe.methods.pathways import Tail, last_layers
 from knn_moe.methods.task_context import Setting
-from knn_moe.routers.model_state import frozen
+from knn_moe.routers.model_state import freeze
 from knn_moe.tasks.answers import Answer
 from knn_moe.tasks.questions import Question
 from knn_moe.tasks.sample import Sample
@@ -138,7 +138,7 @@ class C3po(Method):
     def pathways(self, tail: Tail, batch: Sequence[Question]) -> Tensor:
         """ω of each question. Result [B, L, N] fp32."""
         reference = self.reference
-        with torch.inference_mode(False), frozen(tail.model):
+        with torch.inference_mode(False), freeze(tail.model):
             own = tail.read([question.ids for question in batch]).own
             keys = reference.embed([reference.kind.question(item.row) for item in batch])
             likeness = keys @ reference.keys.T

@@ -17,7 +17,7 @@ from knn_moe.errors import ConfigError
 from knn_moe.methods.pathways import Halted, Tail, last_layers
 from knn_moe.methods.task_context import Setting
 from knn_moe.reference.examples import Example, tokenise
-from knn_moe.routers.model_state import frozen, input_device, unwrap
+from knn_moe.routers.model_state import freeze, input_device, unwrap
 from knn_moe.tasks import questions as q
 from knn_moe.tasks.answers import by_generation, by_likelihood
 from knn_moe.tasks.questions import Question
@@ -105,7 +105,7 @@ def successes(setting: Setting, config: C3poConfig) -> Reference:
             f"running text, which has none: leave C3PO out for this task."
         )
     embed = _embed(setting, config)
-    with torch.inference_mode(False), frozen(setting.model):
+    with torch.inference_mode(False), freeze(setting.model):
         asked = _asked(setting)
         right = _right(setting, asked)
         tail = last_layers(setting.model, config.critical_layers)

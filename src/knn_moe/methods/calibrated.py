@@ -21,7 +21,7 @@ class Calibrated(KnnMoe):
     name: str = "knn-calibrated"
 
     def facts(self) -> Mapping[str, Any]:
-        return {**super().facts(), "calibration": self.memory.header.calibration}
+        return {**super().facts(), "calibration": self.memory.manifest.calibration}
 
 
 def prepare_calibrated(setting: Setting) -> Calibrated:

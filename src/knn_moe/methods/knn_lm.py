@@ -33,7 +33,7 @@ from knn_moe.methods.method import Method
 from knn_moe.methods.task_context import Setting
 from knn_moe.recall.recall import rows_of
 from knn_moe.reference.windows import ReferenceTokens, TokenBatch, make_batch, plan_batches
-from knn_moe.routers.model_state import forget_compiled_graphs, frozen, input_device, unwrap
+from knn_moe.routers.model_state import forget_compiled_graphs, freeze, input_device, unwrap
 
 _HELD_OUT: Final = 0.15  # of the examples, to choose by
 _KS: Final = (16, 64, 256)
@@ -136,7 +136,7 @@ def read_store(setting: Setting) -> Store:
     if not len(source):
         raise ReferenceSetError("No example of the reference set has two tokens: nothing follows.")
     forget_compiled_graphs()
-    with frozen(model), torch.no_grad():
+    with freeze(model), torch.no_grad():
         keys, own = _read(setting, model, reference, config.batch_tokens)
     values = source.stream[source.key + 1].long()
     return Store(keys, *(part.to(keys.device) for part in (values, own, source.example)))

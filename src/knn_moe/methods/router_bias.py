@@ -26,9 +26,9 @@ from knn_moe.errors import ConfigError, RouterNotCalledError
 from knn_moe.methods.method import Method
 from knn_moe.methods.task_context import Setting
 from knn_moe.routers.find import Router, find_routers
-from knn_moe.routers.grouped_experts import fast_experts
+from knn_moe.routers.grouped_experts import use_grouped_experts
 from knn_moe.routers.intercept import RouterHook
-from knn_moe.routers.model_state import forget_compiled_graphs, frozen, input_device
+from knn_moe.routers.model_state import forget_compiled_graphs, freeze, input_device
 from knn_moe.tasks.answers import Answer
 from knn_moe.tasks.questions import Question
 from knn_moe.tasks.sample import Sample
@@ -101,7 +101,12 @@ def fit_bias(
     """
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper would trace our hooks
     routers = find_routers(model)
-    with torch.inference_mode(False), torch.enable_grad(), frozen(model), fast_experts(model):
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        freeze(model),
+        use_grouped_experts(model),
+    ):
         biases = [
             Bias(router, torch.zeros(len(prompts), router.num_experts, device=router.device))
             for router in routers

@@ -36,8 +36,8 @@ from knn_moe.methods.training_loop import (
 )
 from knn_moe.methods.tuning import adapters, has_trl, require_trl, train_with_trl
 from knn_moe.routers.find import find_routers
-from knn_moe.routers.grouped_experts import fast_experts
-from knn_moe.routers.model_state import frozen, input_device
+from knn_moe.routers.grouped_experts import use_grouped_experts
+from knn_moe.routers.model_state import freeze, input_device
 
 # Around what is best for models of a few million parameters; large ones want less, and the search
 # goes on to there.
@@ -112,7 +112,7 @@ def router_weights(model: nn.Module, config: TuneConfig) -> Iterator[Trainable]:
     def changes() -> Changes:
         return {name: Replaced(parameter.detach().clone()) for name, parameter in chosen.items()}
 
-    with frozen(model), rebuilt(model):
+    with freeze(model), rebuilt(model):
         try:
             for parameter in chosen.values():
                 parameter.data = parameter.data.clone()
@@ -189,7 +189,7 @@ def _prepare(
             count = sum(parameter.numel() for parameter in trainable.parameters)
         return Trial(rate, course.validation, count, course.best)
 
-    with _training(model), frozen(model):
+    with _training(model), freeze(model):
         untouched = validation_loss(model, split.valid, config.batch_size)
         trials = search_rates(rates, config.extensions, train)
     best = min(trials, key=lambda trial: trial.loss)
@@ -259,7 +259,7 @@ def _training(model: nn.Module) -> Iterator[None]:
             torch.random.fork_rng(devices),
             torch.inference_mode(False),
             torch.enable_grad(),
-            fast_experts(model),
+            use_grouped_experts(model),
         ):
             yield
     finally:

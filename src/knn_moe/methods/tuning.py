@@ -29,7 +29,7 @@ from knn_moe.methods.training_loop import (
     rebuilt,
 )
 from knn_moe.routers.find import block_of, find_routers
-from knn_moe.routers.model_state import frozen, input_device
+from knn_moe.routers.model_state import freeze, input_device
 
 _CURE: Final = "pip install 'knn-moe[tune]'"
 
@@ -111,7 +111,7 @@ def adapters(model: nn.Module, config: TuneConfig) -> Iterator[Trainable]:
         target_modules=targets.modules,
         target_parameters=targets.parameters,
     )
-    with frozen(model), rebuilt(model):
+    with freeze(model), rebuilt(model):
         adapted: Any = get_peft_model(holder, lora)
         layers = dict(_adapter_layers(adapted.get_base_model()))
         missing = {f"{name}.weight" for name in targets.modules} | set(targets.parameters)

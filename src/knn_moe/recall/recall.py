@@ -28,15 +28,15 @@ from knn_moe.recall.random_cases import draw_cases
 UNITS: Final = 2**32  # confidences are summed as whole numbers of 1 / UNITS
 
 
-class Kernel(NamedTuple):
+class Widths(NamedTuple):
     """One layer's: γ where neighbours are weighed, γ where λ is taken from them, λ's factor."""
 
     gamma: float
     confidence_gamma: float
-    trust: float = 1.0
+    confidence_factor: float = 1.0
 
     @classmethod
-    def single(cls, gamma: float) -> Kernel:
+    def single(cls, gamma: float) -> Widths:
         """The paper's: one γ for both."""
         return cls(gamma, gamma)
 
@@ -50,14 +50,14 @@ class LayerRecall(nn.Module):
 
     gamma: Tensor
     confidence_gamma: Tensor
-    trust: Tensor
+    confidence_factor: Tensor
     uncounted: Tensor
     ratio: Tensor | None
 
     def __init__(
         self,
         layer: Layer,
-        kernel: Kernel,
+        kernel: Widths,
         config: RoutingConfig,
         device: torch.device,
         *,
@@ -93,7 +93,7 @@ class LayerRecall(nn.Module):
             return
         cosine = 0 if self.similarity.uses_gamma else 1
         top = count_top if len(values.centre) <= MOST_RANKED else 0
-        kernel = torch.stack([self.gamma, self.confidence_gamma, self.trust])
+        kernel = torch.stack([self.gamma, self.confidence_gamma, self.confidence_factor])
         fused = Fused(index, values, kernel, Settings(self.k, index.probes, cosine, top))
         index.finder = fused.search
         if index.keys is None and self.drawn is None and self.ratio is None:
@@ -151,7 +151,7 @@ class LayerRecall(nn.Module):
     def confidence(self, squared_distance: Tensor) -> Tensor:
         """λ of each token. Shapes: [T, K] → [T], in [0, 1]."""
         log_similarity = self.similarity.log(squared_distance, self.confidence_gamma)
-        return self.trust * confidence(log_similarity)
+        return self.confidence_factor * confidence(log_similarity)
 
     def _recalled(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """d² of the K nearest cases, and the places of those recalled: theirs, if none are drawn.
@@ -218,14 +218,16 @@ def rows_of(index: KeyIndex, places: Tensor) -> Tensor:
     return index.rows[places].long() if isinstance(index, FastIndex) else places
 
 
-def scaled(gamma: float, index: int, config: RoutingConfig) -> Kernel:
+def layer_widths(gamma: float, index: int, config: RoutingConfig) -> Widths:
     """What the config makes of a layer's γ; its own γ, if it has one, comes before the layer's."""
-    own, largest = config.kernel(index), torch.finfo(torch.float32).max
+    own, largest = config.for_layer(index), torch.finfo(torch.float32).max
     if not SIMILARITIES[config.similarity].uses_gamma:
-        return Kernel(1.0, 1.0, own.trust)
+        return Widths(1.0, 1.0, own.confidence_factor)
     gamma = config.gamma or gamma
-    return Kernel(
-        min(gamma * own.gamma_scale, largest), min(gamma * own.confidence_scale, largest), own.trust
+    return Widths(
+        min(gamma * own.gamma_scale, largest),
+        min(gamma * own.confidence_scale, largest),
+        own.confidence_factor,
     )
 
 

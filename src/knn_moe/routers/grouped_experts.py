@@ -84,7 +84,7 @@ def grouped_experts(
 
 
 @contextmanager
-def fast_experts(model: nn.Module) -> Iterator[None]:
+def use_grouped_experts(model: nn.Module) -> Iterator[None]:
     """The fastest experts that have gradients, for as long as this lasts."""
     inner = unwrap(model)
     before = getattr(getattr(inner, "config", None), "_experts_implementation", None)

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from knn_moe.errors import ModelTooLargeError
+
 
 class Installable(Protocol):
     """Something that puts hooks on modules."""
@@ -57,7 +59,7 @@ def offload_hooks(module: nn.Module) -> list[Any]:
 
 
 @contextmanager
-def installed(hooks: Sequence[Installable]) -> Iterator[None]:
+def install_hooks(hooks: Sequence[Installable]) -> Iterator[None]:
     """Hooks on inside, off outside."""
     handles: list[RemovableHandle] = []
     try:
@@ -70,7 +72,7 @@ def installed(hooks: Sequence[Installable]) -> Iterator[None]:
 
 
 @contextmanager
-def frozen(model: nn.Module) -> Iterator[None]:
+def freeze(model: nn.Module) -> Iterator[None]:
     """Evaluation mode and no weight gradients inside; everything as it was outside."""
     training = {module: module.training for module in model.modules()}
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -96,3 +98,21 @@ def forget_compiled_graphs() -> None:
     # Resetting a compiler that compiled nothing costs seconds of imports.
     if tracer is not None and getattr(getattr(tracer, "input_codes", None), "seen", True):
         torch.compiler.reset()
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """Return the model inside torch.compile's wrapper, which would trace our hooks."""
+    inner: nn.Module = getattr(model, "_orig_mod", model)
+    return inner
+
+
+@contextmanager
+def explain_out_of_memory(advice: str) -> Iterator[None]:
+    """Raise ModelTooLargeError with `advice` where the code inside runs out of memory."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        exhausted = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if not exhausted and "can't allocate memory" not in str(error):
+            raise
+        raise ModelTooLargeError(advice) from None

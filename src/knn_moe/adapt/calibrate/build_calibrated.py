@@ -24,7 +24,7 @@ from knn_moe.memory.memory import RoutingMemory
 from knn_moe.reference.examples import ExampleLike, iter_examples
 from knn_moe.reference.windows import ReferenceTokens
 from knn_moe.routers.find import find_routers
-from knn_moe.routers.grouped_experts import fast_experts
+from knn_moe.routers.grouped_experts import use_grouped_experts
 from knn_moe.routers.model_state import forget_compiled_graphs
 
 _SHARE: Final = 0.1  # of the reference set, on which ways to find better logits are tried
@@ -41,7 +41,7 @@ def build_calibrated(
     folder: str | Path | None = None,
     on_progress: OnProgress = lambda what, done, total: None,
 ) -> tuple[RoutingMemory, Calibration]:
-    """As build_memory, with η, S, the gradient, K, values and kernels chosen by `examples`, and
+    """As build_memory, with η, S, the gradient, K, values and widths chosen by `examples`, and
     what that was found to be worth.
 
     Of `config` the rest is kept: which tokens, windows, batches. A kill while calibrating leaves
@@ -84,7 +84,7 @@ def _targets(
 ) -> list[Candidate]:
     """Ways to better logits, the one to take first. `learning`: as in choose_targets."""
     forget_compiled_graphs()
-    with fitting(config, tuple(readings[0].batch.ids.shape)), fast_experts(model):
+    with fitting(config, tuple(readings[0].batch.ids.shape)), use_grouped_experts(model):
         return choose_targets(
             model,
             find_routers(model),

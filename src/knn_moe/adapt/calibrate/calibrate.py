@@ -1,9 +1,9 @@
-"""Choose how a memory is used, on its own reference set: neighbours, kernels, values, layers.
+"""Choose how a memory is used, on its own reference set: neighbours, widths, values, layers.
 
-On one part of the examples the kernels of every layer are fitted by gradient, for each number of
+On one part of the examples the widths of every layer are fitted by gradient, for each number of
 neighbours, with how much is made of what the build changed; then the values. By a second part the
 best of these is chosen; on a third, that had no part in either, it is judged against the model
-alone. A memory that is not significantly better there is told to keep silent (trust 0).
+alone. A memory that is not significantly better there is told to keep silent (confidence_factor 0).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from knn_moe.memory.memory import RoutingMemory
 from knn_moe.reference.examples import ExampleLike, iter_examples
 from knn_moe.reference.provenance import owners
 from knn_moe.reference.windows import ReferenceTokens
-from knn_moe.routers.grouped_experts import fast_experts
+from knn_moe.routers.grouped_experts import use_grouped_experts
 from knn_moe.routers.model_state import forget_compiled_graphs
 
 
@@ -58,7 +58,7 @@ def calibrate(
         check_belongs(model, memory)
     reference = _reference(model, memory, examples, tokenizer)
     forget_compiled_graphs()
-    with torch.inference_mode(False), fast_experts(model), _fitting_in(memory, config):
+    with torch.inference_mode(False), use_grouped_experts(model), _fitting_in(memory, config):
         bench = Workbench(model, memory, reference, config, on_progress)
         choice = _tried(bench)
         best = choice.best
@@ -73,7 +73,7 @@ def calibrate(
         chosen=best.name,
         distances=bench.distances(best.routing.k),
         values=last.values,
-        stretch=last.stretch,
+        update_scale=last.update_scale,
         learned=last.taught is not None,
         head=head,
         seconds=time.monotonic() - started,
@@ -90,14 +90,14 @@ def _check_no_control(memory: RoutingMemory) -> None:
 
 
 def _tried(bench: Workbench) -> _Choice:
-    """Kernels for the most neighbours, and from there on for fewer; with the best of them, values;
+    """WidthParameters for the most neighbours, and from there on for fewer; with the best of them, values;
     and the memory as it was."""
     choice = _Choice()
     *fewer, most = bench.counts
-    first = bench.fit_kernels(most)
+    first = bench.fit_widths(most)
     choice.offer(first)
     for k in reversed(fewer):
-        choice.offer(bench.fit_kernels(k, first))
+        choice.offer(bench.fit_widths(k, first))
     del first  # its values take as much room as the best one's
     fitted = choice.best
     for rate in bench.config.value_rates:
@@ -147,11 +147,11 @@ def _reference(
 
 def _check_impartial(memory: RoutingMemory, reference: ReferenceTokens) -> None:
     """Examples that had a part in what a memory is now cannot judge it."""
-    if memory.header.impartial:
+    if memory.manifest.impartial:
         return
     if torch.isin(owners(reference.provenance), owners(memory.provenance)).any():
         how = "was pruned by what its own examples gained from it"
-        if memory.header.learned:
+        if memory.manifest.learned:
             how = "has values that were fitted to its own examples"
         raise CalibrationError(
             f"{memory!r} {how}, so they cannot judge it. Calibrate the memory as it was built (or "

@@ -17,7 +17,7 @@ class CalibrationConfig:
     held_out: float = 0.15  # of the examples, to choose by, and as many to judge by
     fit_tokens: int = 262144  # read at most, to fit
     judge_tokens: int = 16384  # read at most, to choose by, and as many to judge by
-    # Of the kernels' fit, at most; no more than two passes, and half for the next K.
+    # Of the widths' fit, at most; no more than two passes, and half for the next K.
     steps: int = 64
     step_tokens: int = 8192  # that a step reads, at most; less where that would be few steps
     head: bool = False  # whether it is also to tell the next token (head.py)

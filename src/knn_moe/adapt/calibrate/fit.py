@@ -1,4 +1,4 @@
-"""Fit a memory's kernels by gradient, on tokens that recall every example but their own; and with
+"""Fit a memory's widths by gradient, on tokens that recall every example but their own; and with
 them how much is made of what the build changed.
 
 Neighbours are searched once, for the inputs of the model alone. Where layers below have been
@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from knn_moe.adapt.calibrate.splits import Reading
-from knn_moe.adapt.calibrate.widths import Kernels
-from knn_moe.config import LayerKernel, RoutingConfig
+from knn_moe.adapt.calibrate.widths import WidthParameters
+from knn_moe.config import LayerRouting, RoutingConfig
 from knn_moe.errors import RouterNotCalledError
 from knn_moe.index.exact import squared_distance
 from knn_moe.index.leave_one_out import nearest_others
@@ -31,7 +31,7 @@ from knn_moe.reference.windows import TokenBatch
 from knn_moe.routers.dense_gradients import dense_gradient
 from knn_moe.routers.find import Router
 from knn_moe.routers.intercept import RouterHook
-from knn_moe.routers.model_state import frozen, input_device, installed
+from knn_moe.routers.model_state import freeze, input_device, install_hooks
 
 _RATE: Final = 0.1  # of Adam, falling to 0
 _TOKENS: Final = 1024  # that are compared with their neighbours at a time
@@ -40,8 +40,8 @@ _TOKENS: Final = 1024  # that are compared with their neighbours at a time
 @dataclass(frozen=True)
 class Cases:
     """One layer's memory on its router's device. Shapes: keys [M, d]; values [M, N]; owner [M];
-    own [M, N], what the router gives the keys itself: to be had where values may be stretched.
-    `stretch`: what came of that. ratio [M], as LayerRecall's: distances are in the layer's γ."""
+    own [M, N], what the router gives the keys itself: to be had where values may be rescaled.
+    `update_scale`: what came of that. ratio [M], as LayerRecall's: distances are in the layer's γ."""
 
     router: Router
     keys: Tensor
@@ -49,7 +49,7 @@ class Cases:
     owner: Tensor
     gamma: float
     own: Tensor | None = None
-    stretch: float = 1.0
+    update_scale: float = 1.0
     ratio: Tensor | None = None
 
     @staticmethod
@@ -60,7 +60,7 @@ class Cases:
         ratio = None if ratio is None else ratio.to(router.device)
         return Cases(router, keys, values, owner, layer.gamma, ratio=ratio)
 
-    def stretchable(self) -> Cases:
+    def rescalable(self) -> Cases:
         return replace(self, own=own_logits_of_all(self.router, self.keys))
 
     def nearest(self, inputs: Tensor, owner: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -131,12 +131,12 @@ class _Search:
 
 
 class Mix:
-    """Mixes by kernels that are being fitted, with neighbours known beforehand. Its `cases` may
+    """Mixes by widths that are being fitted, with neighbours known beforehand. Its `cases` may
     have values with gradients."""
 
-    def __init__(self, cases: Cases, kernels: Kernels, k: int) -> None:
+    def __init__(self, cases: Cases, widths: WidthParameters, k: int) -> None:
         self.cases = cases
-        self.kernels = kernels
+        self.widths = widths
         self.k = k
         self.rows = torch.empty(0)
 
@@ -146,8 +146,8 @@ class Mix:
         layer = self.cases.router.layer
         values = F.embedding(rows, self.cases.values)
         if self.cases.own is not None:
-            values = self.kernels.stretched(layer, values, F.embedding(rows, self.cases.own))
-        return self.kernels.mix(layer, distance, values, logits)
+            values = self.widths.rescaled(layer, values, F.embedding(rows, self.cases.own))
+        return self.widths.mix(layer, distance, values, logits)
 
     def _distance(self, inputs: Tensor, rows: Tensor) -> Tensor:
         """Squared, to the cases of `rows`; some tokens at a time, whose keys are many."""
@@ -159,18 +159,18 @@ class Mix:
 
 @contextmanager
 def mixing(
-    cases: Sequence[Cases], kernels: Kernels, k: int, dense: nn.Module | None = None
+    cases: Sequence[Cases], widths: WidthParameters, k: int, dense: nn.Module | None = None
 ) -> Iterator[list[Mix]]:
     """Every layer mixes inside; their `rows` are to be set for each batch. `dense`: the model, for
     gradients through all its experts (dense.py)."""
-    mixes = [Mix(each, kernels, k) for each in cases]
+    mixes = [Mix(each, widths, k) for each in cases]
     hooks = [
         RouterHook(mix.cases.router, mix)
         if dense is None
         else dense_gradient(dense, mix.cases.router, mix)
         for mix in mixes
     ]
-    with installed(hooks):
+    with install_hooks(hooks):
         yield mixes
 
 
@@ -181,7 +181,7 @@ def find_neighbours(
     """Each token's nearest cases of other examples, for each layer."""
     searches = [_Search(each, count) for each in cases]
     hooks = [RouterHook(search.cases.router, search) for search in searches]
-    with frozen(model), installed(hooks):
+    with freeze(model), install_hooks(hooks):
         for reading in readings:
             for search in searches:
                 search.owner = reading.owner
@@ -197,22 +197,22 @@ def find_neighbours(
     return Studied(readings, [search.found for search in searches])
 
 
-def fit_kernels(
+def fit_widths(
     model: nn.Module,
     cases: Sequence[Cases],
     studied: Studied,
     start: RoutingConfig,
     steps: int,
     on_step: Callable[[], None] = lambda: None,
-) -> tuple[tuple[LayerKernel, ...], list[Cases]]:
-    """The kernels that make the readings likeliest, with the K and from the kernels of `start`, if
-    it has any; and the cases, with values stretched for that where they may be."""
+) -> tuple[tuple[LayerRouting, ...], list[Cases]]:
+    """The widths that make the readings likeliest, with the K and from the widths of `start`, if
+    it has any; and the cases, with values rescaled for that where they may be."""
     device = cases[0].router.device
-    with frozen(model), torch.enable_grad():
+    with freeze(model), torch.enable_grad():
         gammas = {each.router.layer: each.gamma for each in cases}
-        kernels = Kernels(gammas, device, start.kernels)
-        adam = torch.optim.Adam(kernels.parameters(), lr=_RATE)
-        with mixing(cases, kernels, start.k) as mixes:
+        widths = WidthParameters(gammas, device, start.per_layer)
+        adam = torch.optim.Adam(widths.parameters(), lr=_RATE)
+        with mixing(cases, widths, start.k) as mixes:
             for step, place in enumerate(places(len(studied.readings), steps)):
                 summed, count = recalled_loss(model, mixes, studied, place)
                 adam.zero_grad()
@@ -220,18 +220,18 @@ def fit_kernels(
                 adam.param_groups[0]["lr"] = _RATE * (1 - step / steps)
                 adam.step()
                 on_step()
-        found = kernels.found()
+        found = widths.found()
         with torch.no_grad():
-            return found, [_stretched(each, kernels) for each in cases]
+            return found, [_rescale(each, widths) for each in cases]
 
 
-def _stretched(cases: Cases, kernels: Kernels) -> Cases:
+def _rescale(cases: Cases, widths: WidthParameters) -> Cases:
     if cases.own is None:
         return cases
     layer = cases.router.layer
-    values = kernels.stretched(layer, cases.values, cases.own)
-    stretch = cases.stretch * float(kernels.stretch[kernels.place[layer]].exp())
-    return replace(cases, values=values, own=None, stretch=stretch)
+    values = widths.rescaled(layer, cases.values, cases.own)
+    update_scale = cases.update_scale * float(widths.update_scale[widths.place[layer]].exp())
+    return replace(cases, values=values, own=None, update_scale=update_scale)
 
 
 def recalled_loss(

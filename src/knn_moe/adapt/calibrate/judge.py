@@ -17,9 +17,9 @@ from knn_moe.adapt.calibrate.splits import Reading
 from knn_moe.adapt.calibrate.widths import DivergedError
 from knn_moe.config import RoutingConfig
 from knn_moe.equations.mixing import confidence, mix_logits, propose_logits
-from knn_moe.recall.recall import scaled
+from knn_moe.recall.recall import layer_widths
 from knn_moe.routers.intercept import RouterHook
-from knn_moe.routers.model_state import frozen, installed
+from knn_moe.routers.model_state import freeze, install_hooks
 from knn_moe.support.statistics import Comparison, paired_bootstrap
 
 
@@ -47,18 +47,20 @@ class Recall:
         # A γ that is given is one for all.
         self.cases = cases if config.gamma is None else replace(cases, ratio=None)
         self.k = config.k
-        self.kernel = scaled(cases.gamma, cases.router.layer, config)
+        self.widths = layer_widths(cases.gamma, cases.router.layer, config)
         self.owner = torch.empty(0)
         self.total = self.tokens = 0.0
 
     def __call__(self, inputs: Tensor, logits: Tensor) -> Tensor:
         distance, rows = self.nearest(inputs)
-        proposal = propose_logits(self.cases.values[rows], -self.kernel.gamma * distance)
-        trust = self.kernel.trust * confidence(-self.kernel.confidence_gamma * distance)
-        real = (self.owner != 0).to(trust.device)
-        self.total += float(trust[real].sum())
+        proposal = propose_logits(self.cases.values[rows], -self.widths.gamma * distance)
+        confidence_factor = self.widths.confidence_factor * confidence(
+            -self.widths.confidence_gamma * distance
+        )
+        real = (self.owner != 0).to(confidence_factor.device)
+        self.total += float(confidence_factor[real].sum())
         self.tokens += int(real.sum())
-        return mix_logits(logits.float(), proposal, trust).to(logits.dtype)
+        return mix_logits(logits.float(), proposal, confidence_factor).to(logits.dtype)
 
     def nearest(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Squared distances and rows [T, K]."""
@@ -76,7 +78,7 @@ class Baseline:
     @staticmethod
     @torch.no_grad()
     def of(model: nn.Module, readings: Sequence[Reading]) -> Baseline:
-        with frozen(model):
+        with freeze(model):
             lines = [losses(model, reading.batch) for reading in readings]
         return Baseline(readings, [summed for summed, _ in lines], [count for _, count in lines])
 
@@ -93,10 +95,14 @@ def judge(
 
     Raises DivergedError where the memory leads the model to losses that are no numbers.
     """
-    recalls = [Recall(each, config) for each in cases if config.kernel(each.router.layer).trust > 0]
+    recalls = [
+        Recall(each, config)
+        for each in cases
+        if config.for_layer(each.router.layer).confidence_factor > 0
+    ]
     hooks = [RouterHook(recall.cases.router, recall) for recall in recalls]
     mixed = []
-    with frozen(model), installed(hooks):
+    with freeze(model), install_hooks(hooks):
         for reading in baseline.readings:
             for recall in recalls:
                 recall.owner = reading.owner

@@ -20,7 +20,7 @@ from knn_moe.adapt.calibrate.splits import Reading
 from knn_moe.config import HeadConfig, RoutingConfig
 from knn_moe.equations.next_token import mixed_likelihoods
 from knn_moe.routers.intercept import RouterHook
-from knn_moe.routers.model_state import frozen, installed
+from knn_moe.routers.model_state import freeze, install_hooks
 from knn_moe.support.statistics import Comparison
 
 KS: Final = (16, 64)
@@ -116,14 +116,14 @@ def tell(
     readings: Sequence[Reading],
 ) -> Told:
     """What the model with its memory makes of the readings, and what the last layer finds."""
-    asked = [each for each in cases if routing.kernel(each.router.layer).trust > 0]
+    asked = [each for each in cases if routing.for_layer(each.router.layer).confidence_factor > 0]
     *others, last = sorted(asked, key=lambda each: each.router.layer)
     listening = _Listening(last, routing)
     gamma = routing.gamma or last.gamma  # as head.py has it
     recalls = [*(Recall(each, routing) for each in others), listening]
     following = following.to(last.keys.device)
     parts, lines = [], 0
-    with frozen(model), installed([RouterHook(each.cases.router, each) for each in recalls]):
+    with freeze(model), install_hooks([RouterHook(each.cases.router, each) for each in recalls]):
         for reading in readings:
             for recall in recalls:
                 recall.owner = reading.owner

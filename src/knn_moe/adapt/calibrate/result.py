@@ -61,7 +61,7 @@ class Calibration:
     chosen: str  # its name among the trials
     distances: Mapping[int, Distances]  # by layer
     values: Mapping[int, Tensor] | None  # by layer [M, N]; None: as they were
-    stretch: Mapping[int, float]  # by layer: how much is made of what the build changed
+    update_scale: Mapping[int, float]  # by layer: how much is made of what the build changed
     learned: bool  # whether values learned from those who recall them
     seconds: float
     seconds_by_part: Mapping[str, float]
@@ -84,7 +84,9 @@ class Calibration:
             "chosen": self.chosen,
             "trials": [asdict(trial) for trial in self.trials],
             "distances": {str(layer): asdict(one) for layer, one in self.distances.items()},
-            "stretch": {str(layer): round(value, 4) for layer, value in self.stretch.items()},
+            "update_scale": {
+                str(layer): round(value, 4) for layer, value in self.update_scale.items()
+            },
             "values_learned": self.learned,
             "head": asdict(self.head) if self.head else None,
             "targets": [asdict(target) for target in self.targets],
@@ -94,22 +96,22 @@ class Calibration:
 
     def apply(self, memory: RoutingMemory) -> RoutingMemory:
         """`memory`, used in this way, with the values that were found for it."""
-        header = replace(memory.header, routing=self.routing, calibration=self.report())
+        manifest = replace(memory.manifest, routing=self.routing, calibration=self.report())
         if self.values is None:
-            return replace(memory, header=header)
-        header = replace(header, learned=True)
+            return replace(memory, manifest=manifest)
+        manifest = replace(manifest, learned=True)
         layers = {
             index: replace(layer, values=self.values.get(index, layer.values))
             for index, layer in memory.full_layers().items()
         }
         # What lies in the memory's folder is not what this one holds.
-        return replace(memory, header=header, layers=layers, folder=None)
+        return replace(memory, manifest=manifest, layers=layers, folder=None)
 
 
 def write_calibrated(memory: RoutingMemory, folder: Path) -> RoutingMemory:
-    """Into the folder it was opened from: the header alone, or all of it where values changed."""
+    """Into the folder it was opened from: the manifest alone, or all of it where values changed."""
     if memory.folder is None:
         memory.save_pretrained(folder, overwrite=True)
     else:
-        reseal(folder, memory.header)
+        reseal(folder, memory.manifest)
     return RoutingMemory.from_pretrained(folder, verify=False)

@@ -3,8 +3,8 @@
 Every candidate optimises the same sample; the steps of one path are candidates too, and paths of
 several η have their first backward pass in common. Keys do not depend on the candidate: neighbours
 are searched once, an example's own left out. What each candidate's values are then worth, recalled
-as the strong preset would, is a forward pass for each trust that is put in them: a sample's
-neighbours are farther than the whole set's will be, and what is worth little trust there may be
+as the strong preset would, is a forward pass for each confidence_factor that is put in them: a sample's
+neighbours are farther than the whole set's will be, and what is worth little confidence_factor there may be
 worth more here.
 """
 
@@ -21,17 +21,17 @@ from torch import Tensor, nn
 from knn_moe.adapt.calibrate.fit import Cases, Neighbours, Studied, mixing, recalled_loss
 from knn_moe.adapt.calibrate.result import Candidate
 from knn_moe.adapt.calibrate.splits import Reading
-from knn_moe.adapt.calibrate.widths import Kernels
+from knn_moe.adapt.calibrate.widths import WidthParameters
 from knn_moe.build.optimise import LayerCases, optimise_paths
 from knn_moe.config import PRESETS, BuildConfig, RoutingConfig
 from knn_moe.errors import CalibrationError, UnsupportedModelError
 from knn_moe.routers.find import Router
-from knn_moe.routers.model_state import frozen, input_device
+from knn_moe.routers.model_state import freeze, input_device
 
-RATES: Final = (0.1, 1.0, 5.0)  # and what lies between by stretching (kernels.py)
+RATES: Final = (0.1, 1.0, 5.0)  # and what lies between by rescaling (widths.py)
 SPARSE_RATE: Final = 1.0  # where there are dense ones too
 STEPS: Final = (1, 5)
-TRUSTS: Final = (0.25, 1.0)
+CONFIDENCE_FACTORS: Final = (0.25, 1.0)
 _NO: Final = math.inf
 _ENOUGH: Final = 0.5  # of the best one's gain, for a dense one to be taken
 _RECALL: Final = PRESETS["strong"]["routing"]
@@ -67,7 +67,7 @@ def choose_targets(
     """Every candidate with its loss, the one to take first; what leads nowhere is left out.
     `learning`: whether values will learn afterwards."""
     sample = _Sample()
-    with frozen(model), torch.inference_mode(False):
+    with freeze(model), torch.inference_mode(False):
         for place, reading in enumerate(readings):
             _try_all(model, routers, reading, base, sample)
             on_progress(place + 1, len(readings))
@@ -84,8 +84,11 @@ def choose_targets(
                 for each in near
             ]
             studied = Studied(readings, [each.neighbours for each in near])
-            losses = [_loss(model, cases, studied, trust) for trust in TRUSTS]
-            alone = _loss(model, cases, studied, trust=0.0) if alone is None else alone
+            losses = [
+                _loss(model, cases, studied, confidence_factor)
+                for confidence_factor in CONFIDENCE_FACTORS
+            ]
+            alone = _loss(model, cases, studied, confidence_factor=0.0) if alone is None else alone
             judged.append(replace(candidate, loss=min(filter(math.isfinite, losses), default=_NO)))
     finite = [candidate for candidate in judged if math.isfinite(candidate.loss)]
     if not finite:
@@ -116,7 +119,7 @@ def _try_all(
     base: BuildConfig,
     sample: _Sample,
 ) -> None:
-    """All paths of one batch: dense ones of every rate, and a sparse one, which may be stretched as
+    """All paths of one batch: dense ones of every rate, and a sparse one, which may be rescaled as
     the dense are. Of a family whose experts cannot all be asked, sparse ones of every rate."""
     batch = reading.batch.to(input_device(model))
 
@@ -162,13 +165,17 @@ def _near(router: Router, inputs: list[Tensor], readings: Sequence[Reading]) -> 
 
 
 @torch.no_grad()
-def _loss(model: nn.Module, cases: Sequence[Cases], studied: Studied, trust: float) -> float:
+def _loss(
+    model: nn.Module, cases: Sequence[Cases], studied: Studied, confidence_factor: float
+) -> float:
     """A token's, with neighbours known beforehand."""
     gammas = {each.router.layer: each.gamma for each in cases}
-    routing = RoutingConfig(**_RECALL, trust=trust)
-    kernels = Kernels(gammas, cases[0].keys.device, [routing.kernel(layer) for layer in gammas])
+    routing = RoutingConfig(**_RECALL, confidence_factor=confidence_factor)
+    widths = WidthParameters(
+        gammas, cases[0].keys.device, [routing.for_layer(layer) for layer in gammas]
+    )
     total = tokens = 0.0
-    with mixing(cases, kernels, routing.k) as mixes:
+    with mixing(cases, widths, routing.k) as mixes:
         for place in range(len(studied.readings)):
             summed, count = recalled_loss(model, mixes, studied, place)
             total, tokens = total + float(summed), tokens + count

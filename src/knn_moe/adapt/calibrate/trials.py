@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from knn_moe.adapt.calibrate.clock import Clock
 from knn_moe.adapt.calibrate.config import CalibrationConfig
-from knn_moe.adapt.calibrate.fit import Cases, Studied, find_neighbours, fit_kernels
+from knn_moe.adapt.calibrate.fit import Cases, Studied, find_neighbours, fit_widths
 from knn_moe.adapt.calibrate.judge import Baseline, Judgement, judge
 from knn_moe.adapt.calibrate.language_head import HeadFound, choose_head
 from knn_moe.adapt.calibrate.result import Distances, Outcome
@@ -28,7 +28,7 @@ from knn_moe.routers.find import find_routers
 from knn_moe.routers.intercept import hook_on
 
 OnProgress = Callable[[str, int, int], None]
-_KERNEL_PASSES: Final = 2  # over the fitted examples, at most
+_WIDTH_PASSES: Final = 2  # over the fitted examples, at most
 _STEPS_A_PASS, _LEAST_TOKENS = 24, 64  # at least, of as many tokens at least
 
 
@@ -51,9 +51,11 @@ class Trial:
         return {each.router.layer: each.values.cpu() for each in self.cases}
 
     @property
-    def stretch(self) -> dict[int, float]:
+    def update_scale(self) -> dict[int, float]:
         """By layer."""
-        return {each.router.layer: each.stretch if self.changed else 1.0 for each in self.cases}
+        return {
+            each.router.layer: each.update_scale if self.changed else 1.0 for each in self.cases
+        }
 
     def outcome(self) -> Outcome:
         change = self.judgement.change
@@ -63,9 +65,11 @@ class Trial:
     def silenced(self) -> Trial:
         """No layer is trusted, and no value is another."""
         layers = [each.router.layer for each in self.cases]
-        silent = tuple(replace(self.routing.kernel(layer), trust=0.0) for layer in layers)
+        silent = tuple(
+            replace(self.routing.for_layer(layer), confidence_factor=0.0) for layer in layers
+        )
         return replace(
-            self, routing=replace(self.routing, kernels=silent), changed=False, taught=None
+            self, routing=replace(self.routing, per_layer=silent), changed=False, taught=None
         )
 
 
@@ -96,7 +100,7 @@ class Workbench:
         readings = self._readings(self.parts.fitting)
         whole = len(readings) + len(self._readings(self.parts.held_out))
         passes = len(config.value_rates) * len(readings) + bool(config.value_rates) * whole
-        self.steps = min(config.steps, _KERNEL_PASSES * len(readings))
+        self.steps = min(config.steps, _WIDTH_PASSES * len(readings))
         total = self.steps + (len(self.counts) - 1) * self._fewer + config.passes * passes
         self.progress = _Progress(on_progress, total)
         self.clock = Clock()
@@ -108,34 +112,34 @@ class Workbench:
         """As the memory is used now, where that can be judged here: by RBF, without a gate, and not
         as these examples may have chosen before."""
         routing = self.memory.routing
-        calibrated = self.memory.header.calibration is not None
+        calibrated = self.memory.manifest.calibration is not None
         if calibrated or routing.similarity != "rbf" or routing.gate is not None:
             return None
         return self._trial("as it was", routing, self.cases)
 
-    def fit_kernels(self, k: int, start: Trial | None = None) -> Trial | None:
-        """K cases, and the kernels that make the fitted examples likeliest with them; what the
-        build changed is stretched with them, unless values are to stay. From a fit for another K
+    def fit_widths(self, k: int, start: Trial | None = None) -> Trial | None:
+        """K cases, and the widths that make the fitted examples likeliest with them; what the
+        build changed is rescaled with them, unless values are to stay. From a fit for another K
         on it takes less."""
-        name = f"kernels, K = {k}"
+        name = f"widths, K = {k}"
         changing = bool(self.config.value_rates)
         kept = self.memory.routing
         routing = RoutingConfig(k=k, layers=kept.layers, index=kept.index, stats=kept.stats)
         steps = self.steps if k == self.counts[-1] else self._fewer
         cases = self.cases
         if start is not None:
-            routing = replace(routing, kernels=start.routing.kernels)
+            routing = replace(routing, per_layer=start.routing.per_layer)
             cases = start.cases
         if changing:
-            cases = [each.stretchable() for each in cases]
+            cases = [each.rescalable() for each in cases]
         try:
             with self.clock.on(name):
-                kernels, fitted = fit_kernels(
+                widths, fitted = fit_widths(
                     self.model, cases, self.studied, routing, steps, self.progress.on(name)
                 )
         except DivergedError:
             return None
-        trial = self._trial(name, replace(routing, kernels=kernels), fitted)
+        trial = self._trial(name, replace(routing, per_layer=widths), fitted)
         return trial and replace(trial, changed=changing)
 
     @property
@@ -171,12 +175,12 @@ class Workbench:
         how = Learning(self.config.passes, taught.rate, self.memory.build.gradient)
         try:
             with self.clock.on(name):
-                kernels, cases = learn_values(
+                widths, cases = learn_values(
                     self.model, taught.cases, studied, start, how, self.progress.on(name)
                 )
         except DivergedError:
             return None
-        return replace(start, kernels=kernels), cases
+        return replace(start, per_layer=widths), cases
 
     @cached_property
     def judging(self) -> Baseline:

@@ -4,7 +4,7 @@ Building makes a token's own loss small (§4.1), and nobody recalls a case in it
 the logits descend the others' loss: that of tokens of other examples, routed by what they recall.
 What only one token wanted averages out; what all of them lack is added. By Adam, whose steps are of
 one size for all models: a case is recalled by few tokens or by many, and slopes are small or large.
-The kernels are fitted along. Slopes go through the experts they went through in the build: all of
+The widths are fitted along. Slopes go through the experts they went through in the build: all of
 them (dense), or those that were chosen.
 """
 
@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from knn_moe.adapt.calibrate.fit import Cases, Studied, mixing, places, recalled_loss
-from knn_moe.adapt.calibrate.widths import DivergedError, Kernels
-from knn_moe.config import LayerKernel, RoutingConfig
-from knn_moe.routers.model_state import frozen
+from knn_moe.adapt.calibrate.widths import DivergedError, WidthParameters
+from knn_moe.config import LayerRouting, RoutingConfig
+from knn_moe.routers.model_state import freeze
 
-_KERNEL_RATE: Final = 0.03  # of Adam, falling to 0
+_WIDTH_RATE: Final = 0.03  # of Adam, falling to 0
 _BETAS, _SMALLEST = (0.9, 0.99), 1e-12  # a value's slope of the mean loss may be as small as 1e-8
 
 
@@ -41,21 +41,21 @@ def learn_values(
     start: RoutingConfig,
     how: Learning,
     on_step: Callable[[], None] = lambda: None,
-) -> tuple[tuple[LayerKernel, ...], list[Cases]]:
-    """Kernels from those of `start` on, and the cases with other values. Raises DivergedError where
+) -> tuple[tuple[LayerRouting, ...], list[Cases]]:
+    """WidthParameters from those of `start` on, and the cases with other values. Raises DivergedError where
     the way leads nowhere."""
     device = cases[0].router.device
     steps = how.passes * len(studied.readings)
-    rates = _KERNEL_RATE, how.rate
-    with frozen(model), torch.enable_grad():
+    rates = _WIDTH_RATE, how.rate
+    with freeze(model), torch.enable_grad():
         learning = [replace(each, values=each.values.clone().requires_grad_()) for each in cases]
         gammas = {each.router.layer: each.gamma for each in cases}
-        kernels = Kernels(gammas, device, start.kernels)
+        widths = WidthParameters(gammas, device, start.per_layer)
         values = [each.values for each in learning]
-        groups: list[dict[str, Any]] = [{"params": [kernels.raw]}, {"params": values}]
+        groups: list[dict[str, Any]] = [{"params": [widths.raw]}, {"params": values}]
         adam = torch.optim.Adam(groups, betas=_BETAS, eps=_SMALLEST)
         dense = model if how.gradient == "dense" else None
-        with mixing(learning, kernels, start.k, dense) as mixes:
+        with mixing(learning, widths, start.k, dense) as mixes:
             for step, place in enumerate(places(len(studied.readings), steps)):
                 summed, count = recalled_loss(model, mixes, studied, place)
                 adam.zero_grad()
@@ -66,4 +66,4 @@ def learn_values(
                 on_step()
     if not all(bool(each.values.isfinite().all()) for each in learning):
         raise DivergedError
-    return kernels.found(), [replace(each, values=each.values.detach()) for each in learning]
+    return widths.found(), [replace(each, values=each.values.detach()) for each in learning]

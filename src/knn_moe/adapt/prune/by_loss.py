@@ -20,9 +20,9 @@ from knn_moe.build.optimise import summed_loss
 from knn_moe.equations.mixing import mix_logits
 from knn_moe.errors import RouterNotCalledError
 from knn_moe.routers.find import Router
-from knn_moe.routers.grouped_experts import fast_experts
+from knn_moe.routers.grouped_experts import use_grouped_experts
 from knn_moe.routers.intercept import RouterHook
-from knn_moe.routers.model_state import frozen, input_device, installed
+from knn_moe.routers.model_state import freeze, input_device, install_hooks
 
 
 class _Mix:
@@ -39,7 +39,7 @@ class _Mix:
         with torch.no_grad():
             found = self.layer.recall(inputs, self.owner)
             own = logits.detach().float()
-            mixed = mix_logits(own, found.proposal, found.trust)
+            mixed = mix_logits(own, found.proposal, found.confidence_factor)
         self._found = found, own
         self.leaf = mixed.requires_grad_()
         return self.leaf.to(logits.dtype)
@@ -57,7 +57,7 @@ class _Mix:
         if slope is None or self._found is None:
             return
         found, own = self._found
-        sums.add(found.rows, found.brought(slope, own) * found.trust[:, None])
+        sums.add(found.rows, found.brought(slope, own) * found.confidence_factor[:, None])
 
 
 def worth_by_loss(
@@ -73,11 +73,11 @@ def worth_by_loss(
     device = input_device(model)
     hooks = [RouterHook(mix.router, mix) for mix in mixes]
     with (
-        frozen(model),
-        fast_experts(model),
+        freeze(model),
+        use_grouped_experts(model),
         torch.inference_mode(False),
         torch.enable_grad(),
-        installed(hooks),
+        install_hooks(hooks),
     ):
         for reading in readings:
             for mix in mixes:

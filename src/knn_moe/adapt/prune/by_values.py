@@ -38,7 +38,7 @@ def worth_by_values(
             own = router.logits(keys)
             slope = own - values
             found = left[index].recall(keys, asking.owner[rows])
-            sums.add(found.rows, found.brought(slope, own) * found.trust[:, None])
+            sums.add(found.rows, found.brought(slope, own) * found.confidence_factor[:, None])
             moved += float(slope.square().sum())
         worth += sums.total / (moved or 1.0)
         on_step()

@@ -27,9 +27,9 @@ from knn_moe.equations.similarity import SIMILARITIES
 from knn_moe.errors import ConfigError, PruningError
 from knn_moe.inference.attach import check_belongs
 from knn_moe.memory.files import refuse_existing
-from knn_moe.memory.manifest import BY_CHANCE, MemoryHeader, joined_scores
+from knn_moe.memory.manifest import BY_CHANCE, MemoryManifest, joined_scores
 from knn_moe.memory.memory import RoutingMemory
-from knn_moe.recall.recall import layer_gammas, scaled
+from knn_moe.recall.recall import layer_gammas, layer_widths
 from knn_moe.reference.provenance import owners
 from knn_moe.routers.find import Router, find_routers
 from knn_moe.routers.intercept import hook_on
@@ -55,7 +55,7 @@ def prune(
     By "loss", as with a model unless told otherwise, a case is worth what it takes off the loss of
     reference tokens of other examples; by "values", as without one, about that, guessed from the
     values; by "chance" all are worth the same: calibrate what is left. Cases are recalled as the
-    memory's own routing does, by exact search. γ, kernels and what a calibration found are kept.
+    memory's own routing does, by exact search. γ, widths and what a calibration found are kept.
     Written to `folder` and opened from there; without one, to a temporary folder that lives as long
     as the memory. `force`: as in `attach`, for a memory of another model of the same shape.
     """
@@ -63,7 +63,7 @@ def prune(
     _check(model, memory, keep, by)
     if folder is not None:
         refuse_existing(Path(folder), overwrite=overwrite)
-    rows, header = torch.arange(len(memory)), memory.header
+    rows, manifest = torch.arange(len(memory)), memory.manifest
     count = max(1, round(keep * len(memory)))
     if count < len(memory):
         worth, sizes = _drawn, [count]
@@ -74,8 +74,8 @@ def prune(
         for size in sizes:
             left = memory if len(rows) == len(memory) else memory.subset(rows)
             rows = rows[best(worth(left, size), left.provenance.prefix_hash(), size)]
-        header = _header(memory, len(rows), by, len(sizes))
-    return memory.subset(rows, header=header, folder=folder, overwrite=overwrite)
+        manifest = _manifest(memory, len(rows), by, len(sizes))
+    return memory.subset(rows, manifest=manifest, folder=folder, overwrite=overwrite)
 
 
 def _check(model: nn.Module | None, memory: RoutingMemory, keep: float, by: str) -> None:
@@ -128,7 +128,9 @@ class _Judge:
         self.routing = memory.routing
         self.on_progress = on_progress
         wanted = memory.layers if self.routing.layers is None else self.routing.layers
-        self.layers = [index for index in wanted if self.routing.kernel(index).trust > 0]
+        self.layers = [
+            index for index in wanted if self.routing.for_layer(index).confidence_factor > 0
+        ]
         if not self.layers and len(memory):
             raise PruningError(
                 f"{memory!r} was told to keep silent, so none of its cases is worth anything: "
@@ -164,7 +166,7 @@ class _Judge:
             opened[index] = Layer(
                 full[index],
                 owner,
-                scaled(gammas.joint, index, routing),
+                layer_widths(gammas.joint, index, routing),
                 SIMILARITIES[routing.similarity],
                 min(routing.k, len(memory)),
                 gammas.ratio(memory.provenance),
@@ -200,8 +202,8 @@ def _plain(model: nn.Module | None) -> Any:
     return getattr(model, "_orig_mod", model)  # torch.compile's wrapper would trace our hooks
 
 
-def _header(memory: RoutingMemory, kept: int, by: str, rounds: int) -> MemoryHeader:
-    before = memory.header.pruned or {"cases": len(memory), "score": by}
+def _manifest(memory: RoutingMemory, kept: int, by: str, rounds: int) -> MemoryManifest:
+    before = memory.manifest.pruned or {"cases": len(memory), "score": by}
     score = joined_scores([before["score"], by])
     facts = {"cases": before["cases"], "kept": kept, "score": score, "rounds": rounds}
-    return replace(memory.header, pruned=facts)
+    return replace(memory.manifest, pruned=facts)

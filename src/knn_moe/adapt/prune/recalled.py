@@ -17,17 +17,17 @@ from knn_moe.equations.mixing import confidence, neighbour_weights
 from knn_moe.equations.similarity import Similarity
 from knn_moe.index.leave_one_out import nearest_others
 from knn_moe.memory.memory import LayerMemory
-from knn_moe.recall.recall import Kernel
+from knn_moe.recall.recall import Widths
 
 
 class Recalled(NamedTuple):
     """Of T tokens, K cases each. Shapes: rows [T, K] where the memory is; values [T, K, N];
-    weight [T, K], each case's share of the proposal; trust [T], λ; on the tokens' device."""
+    weight [T, K], each case's share of the proposal; confidence_factor [T], λ; on the tokens' device."""
 
     rows: Tensor
     values: Tensor
     weight: Tensor
-    trust: Tensor
+    confidence_factor: Tensor
 
     @property
     def proposal(self) -> Tensor:
@@ -51,7 +51,7 @@ class Layer:
 
     memory: LayerMemory
     owner: Tensor
-    kernel: Kernel
+    widths: Widths
     similarity: Similarity
     k: int
     ratio: Tensor | None = None
@@ -63,15 +63,15 @@ class Layer:
         distance, rows = nearest_others(queries, keys, [(owner, self.owner)], self.k, inputs.device)
         if self.ratio is not None:
             distance = distance * self.ratio[rows].to(inputs.device)
-        weigh, trust = (
+        weigh, confidence_factor = (
             self.similarity.log(distance, torch.tensor(gamma, device=inputs.device))
-            for gamma in (self.kernel.gamma, self.kernel.confidence_gamma)
+            for gamma in (self.widths.gamma, self.widths.confidence_gamma)
         )
         return Recalled(
             rows,
             self.memory.values[rows].to(inputs.device),
             neighbour_weights(weigh),
-            self.kernel.trust * confidence(trust),
+            self.widths.confidence_factor * confidence(confidence_factor),
         )
 
 

@@ -95,22 +95,24 @@ def mix(t, found, query, chosen, own, proposal, dropped, constants, value_codes,
         nearness = -tl.load(constants + 6) * squared
     asked = tl.arange(0, KP) < K
     nearness = tl.where(asked, nearness, float("-inf"))
-    trust = tl.load(constants + 7) * tl.minimum(tl.sum(tl.exp(nearness)) / K, 1.0)
+    confidence_factor = tl.load(constants + 7) * tl.minimum(tl.sum(tl.exp(nearness)) / K, 1.0)
     kept = tl.where(asked, tl.maximum(log_similarity, LOWEST), float("-inf"))
     weight = tl.exp(kept - tl.max(kept, axis=0))
     weight = weight / tl.sum(weight)
     if VALUE_BITS == 4:
         code = ((code >> (4 * (expert // WIDTH))[None, :]) & 15) - 8
     proposal += tl.sum(code.to(tl.float32) * (weight * value_step)[:, None], axis=0)
-    result = ((1 - trust) * own + trust * proposal).to(mixed.dtype.element_ty)
+    result = ((1 - confidence_factor) * own + confidence_factor * proposal).to(
+        mixed.dtype.element_ty
+    )
     tl.store(mixed + t.to(tl.int64) * N + expert, result, mask=there)
-    tl.store(confidence + t, trust)
+    tl.store(confidence + t, confidence_factor)
     if MASKED:
         counted = tl.load(real + t).to(tl.int64)
     else:
         counted = tl.full([], 1, dtype=tl.int64)
     tl.atomic_add(counts + 1, counted, sem="relaxed")
-    tl.atomic_add(counts + 3, (trust * UNITS).to(tl.int64) * counted, sem="relaxed")
+    tl.atomic_add(counts + 3, (confidence_factor * UNITS).to(tl.int64) * counted, sem="relaxed")
     if TOP > 0:
         # Something changed if the best of those left out is now above the worst of the chosen.
         wide = result.to(tl.float32)
