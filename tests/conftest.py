@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ if not torch.cuda.is_available():
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from helpers.families import FAMILIES
+from helpers.tiny import trained, words
 from knn_moe import BuildConfig, RoutingMemory, build_memory
 from knn_moe.bench.models import number_tokenizer
 
@@ -79,6 +81,18 @@ def memory(tokenizer: object) -> RoutingMemory:
 @pytest.fixture
 def prompt(tokenizer: Callable[..., dict[str, list[int]]]) -> torch.Tensor:
     return encode(tokenizer, make_texts(1, seed=5, shortest=9, longest=9)[0])
+
+
+@pytest.fixture(scope="module")
+def tiny_olmoe() -> PreTrainedModel:
+    """The embedded OLMoE, which is trained; of another one `helpers.tiny.trained`."""
+    return trained("tiny-olmoe")
+
+
+@pytest.fixture(scope="module")
+def tiny_tokenizer() -> Any:
+    """The tokenizer of all embedded models."""
+    return words()
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from evaluation.test_evaluate import questions
+from helpers.quiz import make_questions
 from knn_moe.cli.main import main
 
 
@@ -22,7 +22,7 @@ def call(*arguments: str) -> Result:
 @pytest.fixture(scope="module")
 def quiz(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("quiz")
-    for name, rows in (("quiz", questions(12)), ("quiz_ref", questions(5, seed=1))):
+    for name, rows in (("quiz", make_questions(12)), ("quiz_ref", make_questions(5, seed=1))):
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(text, encoding="utf8")
     return folder / "quiz.jsonl"
@@ -144,7 +144,7 @@ def test_wrong_calls_leave_nothing_behind(
     arguments: list[str], told: str, quiz: Path, tmp_path: Path
 ) -> None:
     alone = tmp_path / "alone.jsonl"
-    alone.write_text(json.dumps(questions(1)[0]) + "\n", encoding="utf8")
+    alone.write_text(json.dumps(make_questions(1)[0]) + "\n", encoding="utf8")
     places = {"QUIZ": str(quiz), "OUT": str(tmp_path / "out"), "ALONE": str(alone)}
     result = call("eval", *(places.get(argument, argument) for argument in arguments))
     assert result.exit_code == 2, result.output

@@ -12,7 +12,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from helpers.tiny import model, tokenizer  # noqa: F401
+from helpers.quiz import WORDS, make_questions, make_quiz
 from knn_moe import BuildConfig, Example, build_memory
 from knn_moe.errors import ConfigError, ModelError, RunError, TaskDataError
 from knn_moe.evaluation.compare import matched
@@ -27,48 +27,29 @@ from knn_moe.tasks.reference_set import reference_examples, reference_rows
 from knn_moe.tasks.sample import Sample
 from knn_moe.tasks.task import Options
 
-WORDS = "a stone the river some bread green light one mountain two birds rain".split()  # noqa: SIM905
 LIKELY = EvalConfig(scoring="likelihood", batch_size=4)
-
-
-def questions(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    draw = torch.Generator().manual_seed(seed)
-
-    def words(number: int) -> str:
-        chosen = torch.randint(len(WORDS), (number,), generator=draw)
-        return " ".join(WORDS[place] for place in chosen)
-
-    made = []
-    for number in range(count):
-        length, count_of = (int(torch.randint(2, top, (1,), generator=draw)) for top in (9, 6))
-        choices = [f"{words(1 + place % 3)} {place}" for place in range(count_of)]
-        asked = f"Question number {number} of set {seed}: {words(length)}?"
-        made.append({"id": f"{seed}-{number}", "question": asked, "choices": choices,
-                     "answer": number % count_of})  # fmt: skip
-    return made
 
 
 @pytest.fixture(scope="module")
 def quiz() -> TaskData:
-    task = Task(name="quiz", title="Quiz", kind=Choice(), files="quiz")
-    return TaskData(task, questions(18), questions(6, seed=1), "made up")
+    return make_quiz()
 
 
 @pytest.fixture(scope="module")
-def knn(model: PreTrainedModel, tokenizer: Any, quiz: TaskData) -> KnnMoe:
-    examples = reference_examples(tokenizer, quiz, "likelihood")
-    return KnnMoe(build_memory(model, tokenizer, examples, BuildConfig(preset="strong")))
+def knn(tiny_olmoe: PreTrainedModel, tiny_tokenizer: Any, quiz: TaskData) -> KnnMoe:
+    examples = reference_examples(tiny_tokenizer, quiz, "likelihood")
+    return KnnMoe(build_memory(tiny_olmoe, tiny_tokenizer, examples, BuildConfig(preset="strong")))
 
 
-def by_hand(model: PreTrainedModel, tokenizer: Any, row: dict[str, Any]) -> list[float]:
+def by_hand(tiny_olmoe: PreTrainedModel, tiny_tokenizer: Any, row: dict[str, Any]) -> list[float]:
     """Each choice read whole, one after the other, without cache, padding or batches."""
     context = f"Question: {row['question']}\nAnswer:"
-    start = len(tokenizer(context)["input_ids"])
+    start = len(tiny_tokenizer(context)["input_ids"])
     found = []
     for choice in row["choices"]:
-        ids = torch.tensor([tokenizer(f"{context} {choice}")["input_ids"]])
+        ids = torch.tensor([tiny_tokenizer(f"{context} {choice}")["input_ids"]])
         with torch.no_grad():
-            likely = model(ids, use_cache=False).logits[0, :-1].float().log_softmax(dim=-1)
+            likely = tiny_olmoe(ids, use_cache=False).logits[0, :-1].float().log_softmax(dim=-1)
         tokens = likely.gather(1, ids[0, 1:, None]).squeeze(1)
         found.append(tokens[start - 1 :].sum().item())
     return found
@@ -79,20 +60,20 @@ def by_hand(model: PreTrainedModel, tokenizer: Any, row: dict[str, Any]) -> list
 def test_likelihoods_are_those_of_a_plain_loop(
     method_name: str,
     size: int,
-    model: PreTrainedModel,
-    tokenizer: Any,
+    tiny_olmoe: PreTrainedModel,
+    tiny_tokenizer: Any,
     quiz: TaskData,
     knn: KnnMoe,
     tmp_path: Path,
 ) -> None:
     method: Method = knn if method_name == "knn" else ZeroShot()
     config = EvalConfig(scoring="likelihood", batch_size=size)
-    run = evaluate(model, tokenizer, quiz, method, config, folder=tmp_path / "run")
+    run = evaluate(tiny_olmoe, tiny_tokenizer, quiz, method, config, folder=tmp_path / "run")
     found = {sample.id: sample for sample in run.samples}
     assert len(found) == 18
-    with method.on(model):
+    with method.on(tiny_olmoe):
         for row in quiz.test:
-            expected = by_hand(model, tokenizer, row)
+            expected = by_hand(tiny_olmoe, tiny_tokenizer, row)
             sample = found[row["id"]]
             assert sample.likelihoods == pytest.approx(expected, abs=2e-3)
             even = [a / len(b) for a, b in zip(expected, row["choices"], strict=True)]
@@ -104,34 +85,38 @@ def test_likelihoods_are_those_of_a_plain_loop(
 
 
 def test_a_memory_changes_the_answers_and_comes_off(
-    model: PreTrainedModel, tokenizer: Any, quiz: TaskData, knn: KnnMoe, tmp_path: Path
+    tiny_olmoe: PreTrainedModel, tiny_tokenizer: Any, quiz: TaskData, knn: KnnMoe, tmp_path: Path
 ) -> None:
-    alone = evaluate(model, tokenizer, quiz, ZeroShot(), LIKELY, folder=tmp_path / "zero-shot")
-    recalled = evaluate(model, tokenizer, quiz, knn, LIKELY, folder=tmp_path / "knn")
-    again = evaluate(model, tokenizer, quiz, ZeroShot(), LIKELY, folder=tmp_path / "again")
+    alone = evaluate(
+        tiny_olmoe, tiny_tokenizer, quiz, ZeroShot(), LIKELY, folder=tmp_path / "zero-shot"
+    )
+    recalled = evaluate(tiny_olmoe, tiny_tokenizer, quiz, knn, LIKELY, folder=tmp_path / "knn")
+    again = evaluate(
+        tiny_olmoe, tiny_tokenizer, quiz, ZeroShot(), LIKELY, folder=tmp_path / "again"
+    )
     assert alone.samples == again.samples
     pairs = matched(recalled, alone)
     assert all(ours.likelihoods != theirs.likelihoods for ours, theirs in pairs)
 
 
 def test_the_load_of_routers_is_measured_where_asked(
-    model: PreTrainedModel, tokenizer: Any, quiz: TaskData, knn: KnnMoe, tmp_path: Path
+    tiny_olmoe: PreTrainedModel, tiny_tokenizer: Any, quiz: TaskData, knn: KnnMoe, tmp_path: Path
 ) -> None:
     losses = []
     for name, method in (("alone", ZeroShot()), ("knn", knn)):
         config = EvalConfig(scoring="likelihood", load=True)
-        run = evaluate(model, tokenizer, quiz, method, config, folder=tmp_path / name)
+        run = evaluate(tiny_olmoe, tiny_tokenizer, quiz, method, config, folder=tmp_path / name)
         losses.append(run.facts["load_balancing_loss"])
-    top = model.config.num_experts_per_tok
+    top = tiny_olmoe.config.num_experts_per_tok
     assert all(top * 0.9 < loss < 3 * top for loss in losses)
     assert losses[0] != losses[1]
 
 
 def test_two_runs_are_the_same_to_the_last_byte(
-    model: PreTrainedModel, tokenizer: Any, quiz: TaskData, knn: KnnMoe, tmp_path: Path
+    tiny_olmoe: PreTrainedModel, tiny_tokenizer: Any, quiz: TaskData, knn: KnnMoe, tmp_path: Path
 ) -> None:
     for name in ("one", "two"):
-        evaluate(model, tokenizer, quiz, knn, LIKELY, folder=tmp_path / name)
+        evaluate(tiny_olmoe, tiny_tokenizer, quiz, knn, LIKELY, folder=tmp_path / name)
     one, two = ((tmp_path / name / "samples.jsonl").read_bytes() for name in ("one", "two"))
     assert one == two
 
@@ -142,9 +127,11 @@ class KilledError(Exception):
 
 @pytest.mark.parametrize("torn", [False, True])
 def test_after_a_kill_it_goes_on_to_the_same_result(
-    torn: bool, model: PreTrainedModel, tokenizer: Any, quiz: TaskData, tmp_path: Path
+    torn: bool, tiny_olmoe: PreTrainedModel, tiny_tokenizer: Any, quiz: TaskData, tmp_path: Path
 ) -> None:
-    whole = evaluate(model, tokenizer, quiz, ZeroShot(), LIKELY, folder=tmp_path / "whole")
+    whole = evaluate(
+        tiny_olmoe, tiny_tokenizer, quiz, ZeroShot(), LIKELY, folder=tmp_path / "whole"
+    )
 
     def kill(done: int, total: int) -> None:
         if done > total // 2:
@@ -152,14 +139,18 @@ def test_after_a_kill_it_goes_on_to_the_same_result(
 
     folder = tmp_path / "killed"
     with pytest.raises(KilledError):
-        evaluate(model, tokenizer, quiz, ZeroShot(), LIKELY, folder=folder, on_progress=kill)
+        evaluate(
+            tiny_olmoe, tiny_tokenizer, quiz, ZeroShot(), LIKELY, folder=folder, on_progress=kill
+        )
     samples = folder / "samples.jsonl"
     assert 0 < len(read_run(folder).samples) < 18
     if torn:  # in the middle of a batch, of a line, and of a character
         samples.write_bytes(samples.read_bytes()[:-40] + "é".encode()[:1])
     with pytest.raises(RunError, match="Not finished: quiz/zero-shot"):
         read_runs(tmp_path)
-    resumed = evaluate(model, tokenizer, quiz, ZeroShot(), LIKELY, folder=folder, resume=True)
+    resumed = evaluate(
+        tiny_olmoe, tiny_tokenizer, quiz, ZeroShot(), LIKELY, folder=folder, resume=True
+    )
     assert sorted(resumed.samples, key=by_id) == sorted(whole.samples, key=by_id)
     lines = samples.read_text(encoding="utf8").splitlines()
     assert len(lines) == len({json.loads(line)["id"] for line in lines}) == 18
@@ -170,20 +161,23 @@ def by_id(sample: Sample) -> str:
 
 
 def test_a_run_that_is_there_is_not_written_over(
-    model: PreTrainedModel, tokenizer: Any, quiz: TaskData, tmp_path: Path
+    tiny_olmoe: PreTrainedModel, tiny_tokenizer: Any, quiz: TaskData, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    evaluate(model, tokenizer, quiz, ZeroShot(), LIKELY, folder=folder)
+    evaluate(tiny_olmoe, tiny_tokenizer, quiz, ZeroShot(), LIKELY, folder=folder)
     with pytest.raises(RunError, match="--resume, or replace it with --overwrite"):
-        evaluate(model, tokenizer, quiz, ZeroShot(), LIKELY, folder=folder)
+        evaluate(tiny_olmoe, tiny_tokenizer, quiz, ZeroShot(), LIKELY, folder=folder)
     other = EvalConfig(scoring="likelihood", batch_size=5)
     with pytest.raises(RunError, match=r"has settings .*cannot be gone on with"):
-        evaluate(model, tokenizer, quiz, ZeroShot(), other, folder=folder, resume=True)
-    evaluate(model, tokenizer, quiz, ZeroShot(), other, folder=folder, overwrite=True)
+        evaluate(tiny_olmoe, tiny_tokenizer, quiz, ZeroShot(), other, folder=folder, resume=True)
+    evaluate(tiny_olmoe, tiny_tokenizer, quiz, ZeroShot(), other, folder=folder, overwrite=True)
 
 
 def test_generation_is_parsed_and_scored(
-    model: PreTrainedModel, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_olmoe: PreTrainedModel,
+    tiny_tokenizer: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The model's own words for each prompt alone, and the score of a right output."""
     rows = [{"question": f"What is {number} + 1? {'Well? ' * number}", "answer": str(number + 1)}
@@ -191,51 +185,53 @@ def test_generation_is_parsed_and_scored(
     task = Task(name="sums", title="Sums", kind=Number(), files="sums")
     data = TaskData(task, rows, [], "made up")
     config = EvalConfig(batch_size=3, max_new_tokens=8)
-    run = evaluate(model, tokenizer, data, ZeroShot(), config, folder=tmp_path / "run")
+    run = evaluate(tiny_olmoe, tiny_tokenizer, data, ZeroShot(), config, folder=tmp_path / "run")
     for sample in run.samples:
         row = rows[int(sample.id)]
-        ids = torch.tensor([prompt_ids(tokenizer, task.kind.prompt(row))])
-        written = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
-        alone = tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)
+        ids = torch.tensor([prompt_ids(tiny_tokenizer, task.kind.prompt(row))])
+        written = tiny_olmoe.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
+        alone = tiny_tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)
         assert sample.output == alone
         assert sample.score == task.kind.judge(alone, row).score
         with torch.no_grad():
-            loss = model(ids, labels=ids).loss
+            loss = tiny_olmoe(ids, labels=ids).loss
         assert sample.nll == pytest.approx(loss.item(), abs=1e-4)
     right = [f"The answer is {row['answer']}." for row in rows[:3]]
     monkeypatch.setattr(answers, "_generate", lambda *_: right)
-    answer = answers.by_generation(model, tokenizer, task, 8)
-    assert [sample.score for sample in answer(ask(tokenizer, data, config).questions[:3], 0)] == [
-        1
-    ] * 3
+    answer = answers.by_generation(tiny_olmoe, tiny_tokenizer, task, 8)
+    assert [
+        sample.score for sample in answer(ask(tiny_tokenizer, data, config).questions[:3], 0)
+    ] == [1] * 3
 
 
-def test_text_is_scored_by_windows(model: PreTrainedModel, tokenizer: Any, tmp_path: Path) -> None:
+def test_text_is_scored_by_windows(
+    tiny_olmoe: PreTrainedModel, tiny_tokenizer: Any, tmp_path: Path
+) -> None:
     task = Task(name="words", title="Words", kind=Text(), files="words")
     texts = [{"text": " ".join(WORDS * 4)}, {"text": " ".join(reversed(WORDS * 3))}]
     data = TaskData(task, texts, [], "made up")
     config = EvalConfig(length=32, batch_size=2)
-    run = evaluate(model, tokenizer, data, ZeroShot(), config, folder=tmp_path / "run")
-    ids = [token for row in texts for token in tokenizer(row["text"])["input_ids"]]
+    run = evaluate(tiny_olmoe, tiny_tokenizer, data, ZeroShot(), config, folder=tmp_path / "run")
+    ids = [token for row in texts for token in tiny_tokenizer(row["text"])["input_ids"]]
     assert len(run.samples) == len(ids) // 32
     window = torch.tensor([ids[32:64]])
     with torch.no_grad():
-        output = model(window, labels=window)
+        output = tiny_olmoe(window, labels=window)
     sample = next(sample for sample in run.samples if sample.id == "window-1")
     assert sample.nll == pytest.approx(output.loss.item(), abs=1e-4)
     likeliest = output.logits[0, :-1].argmax(dim=-1)
     assert sample.score == pytest.approx((likeliest == window[0, 1:]).float().mean().item())
     with pytest.raises(TaskDataError, match="tokens of text, and a window has 100000"):
-        ask(tokenizer, data, EvalConfig(length=100000))
+        ask(tiny_tokenizer, data, EvalConfig(length=100000))
 
 
 def test_questions_are_drawn_and_put_in_batches_the_same_way_every_time(
-    tokenizer: Any, quiz: TaskData
+    tiny_tokenizer: Any, quiz: TaskData
 ) -> None:
     few = [name for name, _ in chosen_rows(quiz, 5, seed=3)]
     assert few == [name for name, _ in chosen_rows(quiz, 5, seed=3)]
     assert few != [name for name, _ in chosen_rows(quiz, 5, seed=4)]
-    asked = ask(tokenizer, quiz, LIKELY)
+    asked = ask(tiny_tokenizer, quiz, LIKELY)
     assert sorted(place for batch in asked.batches for place in batch) == list(range(18))
     for batch in asked.batches:
         assert len(batch) <= 4
@@ -245,25 +241,25 @@ def test_questions_are_drawn_and_put_in_batches_the_same_way_every_time(
     assert max(map(len, batches(asked.questions, 7, one_length=False))) == 7
 
 
-def test_an_end_that_a_tokenizer_adds_is_not_asked_for(tokenizer: Any, quiz: TaskData) -> None:
-    ending = copy.deepcopy(tokenizer)
+def test_an_end_that_a_tokenizer_adds_is_not_asked_for(tiny_tokenizer: Any, quiz: TaskData) -> None:
+    ending = copy.deepcopy(tiny_tokenizer)
     end = ending.eos_token
     ending.backend_tokenizer.post_processor = TemplateProcessing(
         single=f"$A {end}", special_tokens=[(end, ending.eos_token_id)]
     )
     assert ending("word")["input_ids"][-1] == ending.eos_token_id
-    plain, ended = (ask(one, quiz, LIKELY).questions for one in (tokenizer, ending))
+    plain, ended = (ask(one, quiz, LIKELY).questions for one in (tiny_tokenizer, ending))
     assert [question.choices for question in ended] == [question.choices for question in plain]
-    assert prompt_ids(ending, "word") == prompt_ids(tokenizer, "word")
+    assert prompt_ids(ending, "word") == prompt_ids(tiny_tokenizer, "word")
 
 
 def test_questions_longer_than_a_model_reads_are_told(
-    model: PreTrainedModel, tokenizer: Any, tmp_path: Path
+    tiny_olmoe: PreTrainedModel, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
-    row = {**questions(1)[0], "question": "word " * 3000}
+    row = {**make_questions(1)[0], "question": "word " * 3000}
     data = TaskData(Task(name="long", title="Long", kind=Choice(), files="long"), [row], [], "")
     with pytest.raises(TaskDataError, match=r"1 questions of long are longer than the .*0-0"):
-        evaluate(model, tokenizer, data, ZeroShot(), LIKELY, folder=tmp_path / "run")
+        evaluate(tiny_olmoe, tiny_tokenizer, data, ZeroShot(), LIKELY, folder=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -275,70 +271,70 @@ class Halves(Choice):
 
 
 def test_a_choice_that_merges_with_its_context(
-    model: PreTrainedModel, tokenizer: Any, tmp_path: Path
+    tiny_olmoe: PreTrainedModel, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
     """Scored from where the context alone would end, as lm-evaluation-harness does it."""
     task = Task(name="halves", title="Halves", kind=Halves(), files="halves")
-    data = TaskData(task, questions(1), [], "made up")
-    (question,) = ask(tokenizer, data, LIKELY).questions
+    data = TaskData(task, make_questions(1), [], "made up")
+    (question,) = ask(tiny_tokenizer, data, LIKELY).questions
     assert any(skipped for _, skipped in question.choices)
-    run = evaluate(model, tokenizer, data, ZeroShot(), LIKELY, folder=tmp_path / "run")
+    run = evaluate(tiny_olmoe, tiny_tokenizer, data, ZeroShot(), LIKELY, folder=tmp_path / "run")
     options = Halves().options({})
-    start = len(tokenizer(options.context)["input_ids"])
+    start = len(tiny_tokenizer(options.context)["input_ids"])
     expected = []
     for text in options.continuations:
-        ids = torch.tensor([tokenizer(options.context + text)["input_ids"]])
+        ids = torch.tensor([tiny_tokenizer(options.context + text)["input_ids"]])
         with torch.no_grad():
-            chances = model(ids, use_cache=False).logits[0, :-1].float().log_softmax(dim=-1)
+            chances = tiny_olmoe(ids, use_cache=False).logits[0, :-1].float().log_softmax(dim=-1)
         likely = chances.gather(1, ids[0, 1:, None]).squeeze(1)
         expected.append(likely[start - 1 :].sum().item())
     assert run.samples[0].likelihoods == pytest.approx(expected, abs=1e-3)
 
 
-def test_a_choice_of_nothing_is_told(tokenizer: Any, quiz: TaskData) -> None:
+def test_a_choice_of_nothing_is_told(tiny_tokenizer: Any, quiz: TaskData) -> None:
     class Empty(Choice):
         def options(self, row: Any) -> Options:
             return Options("Question:", ("", " x"), 1)
 
     task = Task(name="empty", title="Empty", kind=Empty(), files="empty")
     with pytest.raises(TaskDataError, match="Row 0-0 of empty has a choice of no tokens"):
-        ask(tokenizer, TaskData(task, quiz.test, [], ""), LIKELY)
+        ask(tiny_tokenizer, TaskData(task, quiz.test, [], ""), LIKELY)
 
 
-def test_other_choices_are_another_question(tokenizer: Any, quiz: TaskData) -> None:
+def test_other_choices_are_another_question(tiny_tokenizer: Any, quiz: TaskData) -> None:
     row = quiz.test[0]
     hashes = set()
     for other in (row, {**row, "choices": [*row["choices"][:-1], "x"]}, {**row, "answer": 1}):
         data = TaskData(quiz.task, [other], [], "")
         for scoring in ("likelihood", "generation"):
-            hashes.add(ask(tokenizer, data, EvalConfig(scoring=scoring)).questions[0].hash)
+            hashes.add(ask(tiny_tokenizer, data, EvalConfig(scoring=scoring)).questions[0].hash)
     assert len(hashes) == 6
 
 
 def test_a_model_that_gives_no_numbers_is_told(
-    tokenizer: Any, quiz: TaskData, tmp_path: Path
+    tiny_tokenizer: Any, quiz: TaskData, tmp_path: Path
 ) -> None:
     broken = AutoModelForCausalLM.from_pretrained(embedded_model("tiny-olmoe")).float().eval()
     torch.nn.init.constant_(broken.lm_head.weight, float("nan"))
     with pytest.raises(ModelError, match="gives no number for question"):
-        evaluate(broken, tokenizer, quiz, ZeroShot(), LIKELY, folder=tmp_path / "run")
+        evaluate(broken, tiny_tokenizer, quiz, ZeroShot(), LIKELY, folder=tmp_path / "run")
 
 
-def test_what_a_memory_remembers_is_what_will_be_asked(tokenizer: Any, quiz: TaskData) -> None:
+def test_what_a_memory_remembers_is_what_will_be_asked(tiny_tokenizer: Any, quiz: TaskData) -> None:
     row = quiz.reference[0]
     right = f" {row['choices'][row['answer']]}"
     (example,) = reference_examples(
-        tokenizer, quiz, "likelihood", reference_rows(quiz, limit=1, seed=1)
+        tiny_tokenizer, quiz, "likelihood", reference_rows(quiz, limit=1, seed=1)
     )
     assert example.prompt.startswith("Question: Question number")
-    examples = reference_examples(tokenizer, quiz, "likelihood")
+    examples = reference_examples(tiny_tokenizer, quiz, "likelihood")
     assert examples[0] == Example(f"Question: {row['question']}\nAnswer:", right)
-    spoken = reference_examples(tokenizer, quiz, "generation")[0]
+    spoken = reference_examples(tiny_tokenizer, quiz, "generation")[0]
     letter = "ABCDE"[row["answer"]]
     text = spoken.completion or str(spoken.messages)
     assert f"The correct answer is ({letter})." in text
     with pytest.raises(TaskDataError, match="has no reference set here: give a memory"):
-        reference_examples(tokenizer, TaskData(quiz.task, quiz.test, [], ""), "likelihood")
+        reference_examples(tiny_tokenizer, TaskData(quiz.task, quiz.test, [], ""), "likelihood")
 
 
 @pytest.mark.parametrize(
@@ -363,13 +359,13 @@ def test_a_scoring_that_a_task_does_not_have(quiz: TaskData) -> None:
 
 
 def test_nothing_of_a_secret_task_is_written(
-    model: PreTrainedModel, tokenizer: Any, tmp_path: Path
+    tiny_olmoe: PreTrainedModel, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
     task = Task(name="hush", title="Hush", kind=Choice(), files="hush", secret=True)
-    data = TaskData(task, questions(3), [], "made up")
+    data = TaskData(task, make_questions(3), [], "made up")
     config = EvalConfig(scoring="generation", max_new_tokens=4)
-    run = evaluate(model, tokenizer, data, ZeroShot(), config, folder=tmp_path / "hush")
-    evaluate(model, tokenizer, data, ZeroShot(), LIKELY, folder=tmp_path / "likely")
+    run = evaluate(tiny_olmoe, tiny_tokenizer, data, ZeroShot(), config, folder=tmp_path / "hush")
+    evaluate(tiny_olmoe, tiny_tokenizer, data, ZeroShot(), LIKELY, folder=tmp_path / "likely")
     written = "".join(path.read_text(encoding="utf8") for path in tmp_path.rglob("*.json*"))
     page = render_runs([run], "zero-shot", resamples=10)
     for row in data.test:
@@ -379,8 +375,8 @@ def test_nothing_of_a_secret_task_is_written(
     assert "output" not in written
 
 
-def test_where_there_is_a_chat_template_it_is_spoken(tokenizer: Any, quiz: TaskData) -> None:
-    chatty = copy.deepcopy(tokenizer)
+def test_where_there_is_a_chat_template_it_is_spoken(tiny_tokenizer: Any, quiz: TaskData) -> None:
+    chatty = copy.deepcopy(tiny_tokenizer)
     chatty.chat_template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}"

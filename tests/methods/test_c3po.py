@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from evaluation.test_evaluate import questions
+from helpers.quiz import make_questions
 from helpers.tiny import model, tokenizer  # noqa: F401
 from knn_moe.errors import ConfigError
 from knn_moe.evaluation.evaluate import EvalConfig, ask, evaluate
@@ -36,7 +36,7 @@ VARIANTS = {"c3po": C3po, "c3po-kernel": KernelRegression, "c3po-mode": ModeFind
 @pytest.fixture(scope="module")
 def quiz() -> TaskData:
     task = Task(name="quiz", title="Quiz", kind=Choice(), files="quiz")
-    return TaskData(task, questions(10), questions(30, seed=1), "made up")
+    return TaskData(task, make_questions(10), make_questions(30, seed=1), "made up")
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from evaluation.test_evaluate import questions
+from helpers.quiz import make_questions
 from helpers.tiny import model, tokenizer  # noqa: F401
 from knn_moe.errors import ConfigError, KnnMoeError
 from knn_moe.evaluation.compare import Line
@@ -24,7 +24,7 @@ from knn_moe.tasks import Choice, Task, TaskData
 @pytest.fixture
 def setting(model: PreTrainedModel, tokenizer: Any) -> Setting:
     task = Task(name="quiz", title="Quiz", kind=Choice(), files="quiz")
-    data = TaskData(task, questions(4), questions(6, seed=1), "made up")
+    data = TaskData(task, make_questions(4), make_questions(6, seed=1), "made up")
     return Setting(model, tokenizer, data, "likelihood", limit=3, preset="paper")
 
 
@@ -62,7 +62,7 @@ def test_a_memory_is_found_again(setting: Setting, tmp_path: Path) -> None:
 
 def test_another_references_memory_is_not_taken_for_it(setting: Setting, tmp_path: Path) -> None:
     routing_memory(replace(setting, folder=tmp_path))
-    rows = questions(6, seed=2)
+    rows = make_questions(6, seed=2)
     other = TaskData(setting.data.task, setting.data.test, rows, "made up")
     with pytest.raises(KnnMoeError, match="exists already"):
         routing_memory(replace(setting, data=other, folder=tmp_path, _made={}))
@@ -77,7 +77,7 @@ def test_a_given_memory_serves_all_but_the_papers_setting(setting: Setting) -> N
 
 def test_a_calibrated_memory_is_shared_with_the_head_beside_it(setting: Setting) -> None:
     task = setting.data.task
-    data = TaskData(task, setting.data.test, questions(40, seed=1), "made up")
+    data = TaskData(task, setting.data.test, make_questions(40, seed=1), "made up")
     many = replace(setting, data=data, limit=None)
     alone = prepare("knn-calibrated", many)
     both = prepare("knn-calibrated+knn-lm", many)

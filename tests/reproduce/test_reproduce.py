@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from evaluation.test_evaluate import questions
+from helpers.quiz import make_questions
 from helpers.tiny import trained, words
 from knn_moe.cli.main import main
 from knn_moe.errors import ConfigError, KnnMoeError, RunError
@@ -45,7 +45,7 @@ def load(name: str) -> tuple[Any, Any]:
 @pytest.fixture(scope="module")
 def quiz(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("quiz")
-    for name, rows in (("quiz", questions(9)), ("quiz_ref", questions(7, seed=1))):
+    for name, rows in (("quiz", make_questions(9)), ("quiz_ref", make_questions(7, seed=1))):
         text = "".join(json.dumps(each) + "\n" for each in rows)
         (folder / f"{name}.jsonl").write_text(text, encoding="utf8")
     return str(folder / "quiz.jsonl")
