@@ -54,7 +54,7 @@ class Fused(nn.Module):
         """See launch.recall."""
         if torch.compiler.is_compiling():
             parts = [getattr(self, name) for name in Parts._fields]
-            mixed, confidence = torch.ops.knn_moe.recall.recall(
+            mixed, confidence = torch.ops.knn_moe.recall(
                 inputs, logits, counts, real, parts, list(self.settings)
             )
             return mixed, confidence
