@@ -27,7 +27,7 @@ from knn_moe.adapt.calibrate.fit import Studied, find_neighbours
 from knn_moe.adapt.calibrate.judge import Baseline, judge
 from knn_moe.adapt.calibrate.result import Calibration, Candidate
 from knn_moe.adapt.calibrate.splits import Slice, own_reference, split
-from knn_moe.adapt.calibrate.targets import RATES, CONFIDENCE_FACTORS, choose_targets, ranked
+from knn_moe.adapt.calibrate.targets import CONFIDENCE_FACTORS, RATES, choose_targets, ranked
 from knn_moe.adapt.calibrate.trials import Workbench
 from knn_moe.adapt.calibrate.values import learn_values
 from knn_moe.adapt.calibrate.widths import DivergedError

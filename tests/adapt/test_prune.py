@@ -112,7 +112,7 @@ class Weakened:
         self.owner = torch.empty(0)
 
     def __call__(self, inputs: Tensor, logits: Tensor) -> Tensor:
-        keys, kernel = self.layer.memory.keys, self.layer.kernel
+        keys, widths = self.layer.memory.keys, self.layer.widths
         distance = (inputs.detach()[:, None].double() - keys[None].double()).square().sum(dim=-1)
         distance[self.owner[:, None] == self.layer.owner[None]] = torch.inf
         near, rows = distance.topk(self.layer.k, largest=False)

@@ -1,8 +1,8 @@
 """Memories written by an earlier version: they load, and give the logits they gave then.
 
 `format-4` was written by the last version of that format (commit 6bda01d), from the texts below:
-`strong` as it was built, `calibrated` with widths for each layer and a language-model head, `merged`
-with a γ for each of two domains, `fast` compressed. `logits.safetensors` has the prompt, and the
+`strong` as it was built, `calibrated` with widths for each layer and a head, `merged` with a γ for
+each of two domains, `fast` compressed. `logits.safetensors` has the prompt, and the
 logits of its last four tokens with each of them.
 """
 

@@ -37,7 +37,7 @@ from knn_moe.explain.trace import trace
 from knn_moe.index.fast.grid import principal_axes
 from knn_moe.inference.attach import Routing
 from knn_moe.memory.gamma import Gammas
-from knn_moe.recall.recall import Widths, LayerRecall, layer_widths
+from knn_moe.recall.recall import LayerRecall, Widths, layer_widths
 
 
 @pytest.fixture(scope="module")

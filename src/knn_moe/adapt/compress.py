@@ -24,7 +24,7 @@ from knn_moe.memory.compressed import CompressedLayer, IndexQuality
 from knn_moe.memory.gamma import Gammas
 from knn_moe.memory.memory import LayerMemory, RoutingMemory
 from knn_moe.memory.writer import write_layers
-from knn_moe.recall.recall import Widths, layer_gammas, open_layer, rows_of, layer_widths
+from knn_moe.recall.recall import Widths, layer_gammas, layer_widths, open_layer, rows_of
 
 _SAMPLE: Final = 512  # keys that an index is tried on
 

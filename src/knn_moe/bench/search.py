@@ -22,7 +22,7 @@ from knn_moe.config import RoutingConfig
 from knn_moe.errors import ConfigError, MissingDependencyError
 from knn_moe.index import IndexConfig, build_index
 from knn_moe.memory.memory import LayerMemory
-from knn_moe.recall.recall import Widths, LayerRecall
+from knn_moe.recall.recall import LayerRecall, Widths
 
 EXACT: Final = IndexConfig()
 _HELD: Final = 2e8  # bytes of indexes in turn, at the least: more than a cache holds

@@ -55,7 +55,7 @@ class MemoryManifest:
 
 
 def _current_names(routing: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a routing config as it is named now: formats 3 and 4 had other names for some fields."""
+    """Return a routing config under current names; formats 3 and 4 had others for some fields."""
     fields = {_RENAMED.get(name, name): value for name, value in routing.items()}
     layers = fields.get("per_layer", ())
     fields["per_layer"] = [{_RENAMED.get(k, k): v for k, v in one.items()} for one in layers]

@@ -90,7 +90,7 @@ def _check_no_control(memory: RoutingMemory) -> None:
 
 
 def _tried(bench: Workbench) -> _Choice:
-    """WidthParameters for the most neighbours, and from there on for fewer; with the best of them, values;
+    """Widths for the most neighbours, and from there on for fewer; with the best of them, values;
     and the memory as it was."""
     choice = _Choice()
     *fewer, most = bench.counts

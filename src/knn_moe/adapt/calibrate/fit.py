@@ -41,7 +41,7 @@ _TOKENS: Final = 1024  # that are compared with their neighbours at a time
 class Cases:
     """One layer's memory on its router's device. Shapes: keys [M, d]; values [M, N]; owner [M];
     own [M, N], what the router gives the keys itself: to be had where values may be rescaled.
-    `update_scale`: what came of that. ratio [M], as LayerRecall's: distances are in the layer's γ."""
+    `update_scale`: what came of that. ratio [M], as LayerRecall's."""
 
     router: Router
     keys: Tensor

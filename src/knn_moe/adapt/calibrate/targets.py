@@ -3,9 +3,8 @@
 Every candidate optimises the same sample; the steps of one path are candidates too, and paths of
 several η have their first backward pass in common. Keys do not depend on the candidate: neighbours
 are searched once, an example's own left out. What each candidate's values are then worth, recalled
-as the strong preset would, is a forward pass for each confidence_factor that is put in them: a sample's
-neighbours are farther than the whole set's will be, and what is worth little confidence_factor there may be
-worth more here.
+as the strong preset would, is a forward pass for each confidence factor: neighbours in a sample
+are farther than those in the whole set will be.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ def learn_values(
     how: Learning,
     on_step: Callable[[], None] = lambda: None,
 ) -> tuple[tuple[LayerRouting, ...], list[Cases]]:
-    """WidthParameters from those of `start` on, and the cases with other values. Raises DivergedError where
-    the way leads nowhere."""
+    """Return the fitted widths and the cases with trained values. Raises DivergedError where the fit
+    diverges."""
     device = cases[0].router.device
     steps = how.passes * len(studied.readings)
     rates = _WIDTH_RATE, how.rate

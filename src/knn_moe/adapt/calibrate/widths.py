@@ -1,4 +1,4 @@
-"""WidthParameters to fit: for every layer a width to weigh neighbours by, one to take λ by, and λ's factor;
+"""Widths to fit: for every layer a width to weigh neighbours by, one to take λ by, and λ's factor;
 and how much is made of what the build changed, an η for each layer that is chosen afterwards.
 
 As logarithms and a logit, whose gradients know no bounds. Pure torch but for the configs.

@@ -22,7 +22,7 @@ from knn_moe.recall.recall import Widths
 
 class Recalled(NamedTuple):
     """Of T tokens, K cases each. Shapes: rows [T, K] where the memory is; values [T, K, N];
-    weight [T, K], each case's share of the proposal; confidence_factor [T], λ; on the tokens' device."""
+    weight [T, K], each case's share of the proposal; confidence_factor [T], λ."""
 
     rows: Tensor
     values: Tensor
