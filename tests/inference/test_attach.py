@@ -150,7 +150,7 @@ def test_recorded_router_logits_are_those_used(
 def test_each_layer_has_its_kernels(
     model: PreTrainedModel, memory: RoutingMemory, prompt: torch.Tensor
 ) -> None:
-    """One width to weigh neighbours, one for λ, and λ's factor; a layer whose factor is 0 is left out."""
+    """Weights, λ and its factor have a width each; a factor of 0 leaves a layer out."""
     base = model(prompt, output_router_logits=True, use_cache=False).router_logits
     own = LayerRouting(layer=0, gamma_scale=2.0, confidence_scale=0.3, confidence_factor=0.8)
     config = RoutingConfig(k=3, confidence_factor=0.0, per_layer=(own,))

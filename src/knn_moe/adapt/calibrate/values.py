@@ -42,7 +42,7 @@ def learn_values(
     how: Learning,
     on_step: Callable[[], None] = lambda: None,
 ) -> tuple[tuple[LayerRouting, ...], list[Cases]]:
-    """Return the fitted widths and the cases with trained values. Raises DivergedError where the fit
+    """Return the fitted widths and the cases with trained values. Raises DivergedError if the fit
     diverges."""
     device = cases[0].router.device
     steps = how.passes * len(studied.readings)
