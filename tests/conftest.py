@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import sys
@@ -19,6 +20,7 @@ if not torch.cuda.is_available():
 
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from helpers.commands import run_cli, save_model
 from helpers.families import FAMILIES
 from helpers.tiny import trained, words
 from knn_moe import BuildConfig, RoutingMemory, build_memory
@@ -93,6 +95,31 @@ def tiny_olmoe() -> PreTrainedModel:
 def tiny_tokenizer() -> Any:
     """The tokenizer of all embedded models."""
     return words()
+
+
+@pytest.fixture(scope="session")
+def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the zoo's OLMoE, for commands. Tests must not write into it."""
+    return save_model("olmoe", tmp_path_factory.mktemp("models") / "olmoe")
+
+
+@pytest.fixture(scope="session")
+def reference_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """TEXTS as a reference set on disk."""
+    path = tmp_path_factory.mktemp("reference") / "ref.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return path
+
+
+@pytest.fixture(scope="session")
+def saved_memory(
+    saved_model: Path, reference_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The folder of a memory of `reference_file`. Tests must not write into it."""
+    folder = tmp_path_factory.mktemp("memories") / "memory"
+    result = run_cli("build", saved_model, reference_file, "-o", folder, "--learning-rate", 5)
+    assert result.exit_code == 0, result.output
+    return folder
 
 
 @pytest.fixture

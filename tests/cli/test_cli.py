@@ -11,16 +11,24 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from helpers.commands import TEXTS, assert_refused, compressed, knn_moe, memory, model, reference  # noqa: F401
+from conftest import TEXTS
+from helpers.commands import assert_refused, run_cli
 from knn_moe import BuildConfig, RoutingMemory, build_memory
 from knn_moe.build.build import BuildProgress
 from knn_moe.cli.main import COMMANDS
 
 
+@pytest.fixture(scope="module")
+def compressed_memory(saved_memory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("memories") / "compressed"
+    assert run_cli("compress", saved_memory, "-o", folder).exit_code == 0
+    return folder
+
+
 def test_help_opens_with_commands_one_can_run() -> None:
-    assert "knn-moe build" in knn_moe("--help").output.split("Options")[0]
+    assert "knn-moe build" in run_cli("--help").output.split("Options")[0]
     for name in COMMANDS:
-        text = knn_moe(name, "--help").output
+        text = run_cli(name, "--help").output
         assert f"knn-moe {name} " in text.split("Options")[0].split("\n", 1)[1], name
 
 
@@ -29,55 +37,63 @@ def test_help_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
 
 
-def test_routers(model: Path) -> None:
-    shown = json.loads(knn_moe("routers", model, "--json").stdout)
+def test_routers(saved_model: Path) -> None:
+    shown = json.loads(run_cli("routers", saved_model, "--json").stdout)
     assert [router["layer"] for router in shown] == [0, 1]
     assert shown[0]["name"] == "model.layers.0.mlp.gate"
-    assert "2 routers" in knn_moe("routers", model).stdout
+    assert "2 routers" in run_cli("routers", saved_model).stdout
 
 
-def test_build_and_inspect(memory: Path, model: Path) -> None:
-    facts = json.loads(knn_moe("inspect", memory, "--json").stdout)
+def test_build_and_inspect(saved_memory: Path, saved_model: Path) -> None:
+    facts = json.loads(run_cli("inspect", saved_memory, "--json").stdout)
     assert facts["cases"] == sum(len(text.split()) for text in TEXTS)
     assert facts["examples"] == len(TEXTS)
     assert facts["build"]["learning_rate"] == 5
-    assert facts["base_model"]["name"] == str(model)
+    assert facts["base_model"]["name"] == str(saved_model)
     assert len(facts["layers"]) == 2
-    shown = knn_moe("inspect", memory).stdout
+    shown = run_cli("inspect", saved_memory).stdout
     assert "OlmoeForCausalLM" in shown
     assert "typical distance" in shown
 
 
-def test_build_prints_json(model: Path, reference: Path, tmp_path: Path) -> None:
-    result = knn_moe("build", model, reference, "-o", tmp_path / "m", "--json", "--steps", 0)
+def test_build_prints_json(saved_model: Path, reference_file: Path, tmp_path: Path) -> None:
+    result = run_cli(
+        "build", saved_model, reference_file, "-o", tmp_path / "m", "--json", "--steps", 0
+    )
     assert json.loads(result.stdout)["layers"] == [0, 1]
 
 
-def test_generate(model: Path, memory: Path) -> None:
-    options = ("--memory", memory, "--max-new-tokens", 6)
+def test_generate(saved_model: Path, saved_memory: Path) -> None:
+    options = ("--memory", saved_memory, "--max-new-tokens", 6)
     answer = json.loads(
-        knn_moe("generate", model, TEXTS[0], *options, "--compare", "--json").stdout
+        run_cli("generate", saved_model, TEXTS[0], *options, "--compare", "--json").stdout
     )
-    bare = json.loads(knn_moe("generate", model, TEXTS[0], "--max-new-tokens", 6, "--json").stdout)
+    bare = json.loads(
+        run_cli("generate", saved_model, TEXTS[0], "--max-new-tokens", 6, "--json").stdout
+    )
     assert answer["without_memory"] == bare["text"]
     assert len(answer["text"].split()) == 6
     assert answer["text"] != bare["text"]
     assert answer["layers"]["0"]["mean_confidence"] > 0.8  # it has read this very text
     sampled = [
-        knn_moe("generate", model, TEXTS[0], *options, "--temperature", 1, "--seed", seed).stdout
+        run_cli(
+            "generate", saved_model, TEXTS[0], *options, "--temperature", 1, "--seed", seed
+        ).stdout
         for seed in (1, 1, 2)
     ]
     assert sampled[0] == sampled[1] != sampled[2]
     assert "what the memory did" in sampled[0]
 
 
-def test_merge(memory: Path, tmp_path: Path) -> None:
-    result = knn_moe("merge", memory, memory, "-o", tmp_path / "both", "--json")
-    assert json.loads(result.stdout)["cases"] == 2 * len(RoutingMemory.from_pretrained(memory))
+def test_merge(saved_memory: Path, tmp_path: Path) -> None:
+    result = run_cli("merge", saved_memory, saved_memory, "-o", tmp_path / "both", "--json")
+    assert json.loads(result.stdout)["cases"] == 2 * len(
+        RoutingMemory.from_pretrained(saved_memory)
+    )
 
 
-def test_compress(memory: Path, tmp_path: Path) -> None:
-    result = knn_moe("compress", memory, "-o", tmp_path / "fast")
+def test_compress(saved_memory: Path, tmp_path: Path) -> None:
+    result = run_cli("compress", saved_memory, "-o", tmp_path / "fast")
     assert result.exit_code == 0, result.output
     for words in ("layer", "fast", "bytes a key", "recall", "λ error"):
         assert words in result.stdout
@@ -87,15 +103,26 @@ def test_compress(memory: Path, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["fast"]
 
 
-def test_compress_with_every_option(memory: Path, tmp_path: Path) -> None:
+def test_compress_with_every_option(saved_memory: Path, tmp_path: Path) -> None:
     options = ("--bits", 8, "--value-bits", 4, "--probes", 3, "--dims", 128, "--rerank")
-    result = knn_moe(
-        *("compress", memory, "-o", tmp_path / "m", "--similarity", "cosine", *options, "--json")
+    result = run_cli(
+        *(
+            "compress",
+            saved_memory,
+            "-o",
+            tmp_path / "m",
+            "--similarity",
+            "cosine",
+            *options,
+            "--json",
+        )
     )
     facts = json.loads(result.stdout)
     made = RoutingMemory.from_pretrained(tmp_path / "m")
     assert facts["bytes"] == made.nbytes
-    assert facts["times_smaller"] == RoutingMemory.from_pretrained(memory).nbytes / made.nbytes
+    assert (
+        facts["times_smaller"] == RoutingMemory.from_pretrained(saved_memory).nbytes / made.nbytes
+    )
     assert [layer["layer"] for layer in facts["layers"]] == [0, 1]
     index = {"kind": "fast", "probes": 3, "dims": 128, "bits": 8, "value_bits": 4, "rerank": True}
     assert facts["layers"][1]["index"] == made.routing.index.to_dict() == index
@@ -103,17 +130,19 @@ def test_compress_with_every_option(memory: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ivfpq", "faiss-flat"])
-def test_compress_with_faiss(kind: str, model: Path, memory: Path, tmp_path: Path) -> None:
-    made = knn_moe("compress", memory, "-o", tmp_path / "m", "--index", kind, "--json")
+def test_compress_with_faiss(
+    kind: str, saved_model: Path, saved_memory: Path, tmp_path: Path
+) -> None:
+    made = run_cli("compress", saved_memory, "-o", tmp_path / "m", "--index", kind, "--json")
     assert {layer["index"]["kind"] for layer in json.loads(made.stdout)["layers"]} == {kind}
     options = ("--memory", tmp_path / "m", "--max-new-tokens", 2, "--json")
-    answer = json.loads(knn_moe("generate", model, TEXTS[0], *options).stdout)
+    answer = json.loads(run_cli("generate", saved_model, TEXTS[0], *options).stdout)
     assert len(answer["text"].split()) == 2
 
 
-def test_inspect_a_compressed_memory(compressed: Path) -> None:
-    facts = json.loads(knn_moe("inspect", compressed, "--json").stdout)
-    made = RoutingMemory.from_pretrained(compressed)
+def test_inspect_a_compressed_memory(compressed_memory: Path) -> None:
+    facts = json.loads(run_cli("inspect", compressed_memory, "--json").stdout)
+    made = RoutingMemory.from_pretrained(compressed_memory)
     assert facts["bytes"] == made.nbytes
     assert facts["routing"]["index"]["kind"] == "fast"
     for number, layer in enumerate(facts["layers"]):
@@ -121,60 +150,68 @@ def test_inspect_a_compressed_memory(compressed: Path) -> None:
         assert layer["bytes_per_case"] == known.bytes_per_case == known.nbytes / len(made)
         assert layer["quality"]["recall"] == known.quality.recall > 0.8
         assert layer["quality"]["confidence_error"] == known.quality.confidence_error < 0.05
-    shown = knn_moe("inspect", compressed).stdout
+    shown = run_cli("inspect", compressed_memory).stdout
     for words in ("bytes a key", "recall", "λ error", "index kind fast"):
         assert words in shown
     assert f"{made.layers[0].bytes_per_case:.1f}" in shown
     assert f"{made.layers[0].quality.recall:.3f}" in shown
 
 
-def test_generate_with_a_compressed_memory(model: Path, memory: Path, compressed: Path) -> None:
+def test_generate_with_a_compressed_memory(
+    saved_model: Path, saved_memory: Path, compressed_memory: Path
+) -> None:
     def layers(folder: Path) -> dict[str, dict[str, float]]:
         options = ("--memory", folder, "--max-new-tokens", 3, "--json")
-        answer = json.loads(knn_moe("generate", model, TEXTS[0], *options).stdout)
+        answer = json.loads(run_cli("generate", saved_model, TEXTS[0], *options).stdout)
         assert len(answer["text"].split()) == 3
         return answer["layers"]
 
-    full, small = layers(memory)["0"], layers(compressed)["0"]
+    full, small = layers(saved_memory)["0"], layers(compressed_memory)["0"]
     assert small["tokens"] == full["tokens"]
     assert small["mean_confidence"] == pytest.approx(full["mean_confidence"], abs=0.1)
 
 
-def test_compressing_again_or_merging_the_compressed(compressed: Path, tmp_path: Path) -> None:
+def test_compressing_again_or_merging_the_compressed(
+    compressed_memory: Path, tmp_path: Path
+) -> None:
     for command in ("compress", "merge"):
-        result = knn_moe(command, compressed, "-o", tmp_path / "again")
+        result = run_cli(command, compressed_memory, "-o", tmp_path / "again")
         assert_refused(result, "use the memory that it was compressed from")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_compressing_over_something(memory: Path, reference: Path, tmp_path: Path) -> None:
+def test_compressing_over_something(
+    saved_memory: Path, reference_file: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "memory"
-    shutil.copytree(memory, folder)
-    assert_refused(knn_moe("compress", memory, "-o", folder), "exists already")
-    assert_refused(knn_moe("compress", memory, "-o", tmp_path, "--overwrite"), "is no memory")
+    shutil.copytree(saved_memory, folder)
+    assert_refused(run_cli("compress", saved_memory, "-o", folder), "exists already")
+    assert_refused(run_cli("compress", saved_memory, "-o", tmp_path, "--overwrite"), "is no memory")
     assert not RoutingMemory.from_pretrained(folder).compressed
-    assert knn_moe("compress", folder, "-o", folder, "--overwrite").exit_code == 0
+    assert run_cli("compress", folder, "-o", folder, "--overwrite").exit_code == 0
     assert RoutingMemory.from_pretrained(folder).compressed
     assert [path.name for path in tmp_path.iterdir()] == ["memory"]
 
 
 def test_compressing_without_faiss(
-    model: Path, memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    saved_model: Path, saved_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert knn_moe("compress", memory, "-o", tmp_path / "m", "--index", "ivfpq").exit_code == 0
+    assert (
+        run_cli("compress", saved_memory, "-o", tmp_path / "m", "--index", "ivfpq").exit_code == 0
+    )
     monkeypatch.setitem(sys.modules, "faiss", None)
-    again = knn_moe("compress", memory, "-o", tmp_path / "again", "--index", "ivfpq")
+    again = run_cli("compress", saved_memory, "-o", tmp_path / "again", "--index", "ivfpq")
     assert_refused(again, "pip install faiss-cpu")
     assert_refused(
-        knn_moe("generate", model, "3 4", "--memory", tmp_path / "m"), "pip install faiss-cpu"
+        run_cli("generate", saved_model, "3 4", "--memory", tmp_path / "m"), "pip install faiss-cpu"
     )
-    assert knn_moe("inspect", tmp_path / "m").exit_code == 0
+    assert run_cli("inspect", tmp_path / "m").exit_code == 0
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
 def test_bench_prints_ratios() -> None:
     options = ("--sequences", 6, "--length", 12, "--plain-sequences", 2, "--grow", 9, "--json")
-    rows = json.loads(knn_moe("bench", "build", *options).stdout)
+    rows = json.loads(run_cli("bench", "build", *options).stdout)
     assert [row["way"].split(",")[0] for row in rows] == [
         "plain: one sequence at a time",
         "model only",
@@ -184,17 +221,19 @@ def test_bench_prints_ratios() -> None:
     assert all(row["tokens_per_second"] > 0 for row in rows)
 
 
-def test_overwriting(model: Path, reference: Path, tmp_path: Path) -> None:
+def test_overwriting(saved_model: Path, reference_file: Path, tmp_path: Path) -> None:
     folder = tmp_path / "memory"
-    build = ("build", model, reference, "-o", folder)
-    assert knn_moe(*build).exit_code == 0
-    assert_refused(knn_moe(*build), "exists already")
-    assert knn_moe(*build, "--overwrite", "--steps", 3).exit_code == 0
+    build = ("build", saved_model, reference_file, "-o", folder)
+    assert run_cli(*build).exit_code == 0
+    assert_refused(run_cli(*build), "exists already")
+    assert run_cli(*build, "--overwrite", "--steps", 3).exit_code == 0
     assert RoutingMemory.from_pretrained(folder).build.steps == 3
     assert [path.name for path in tmp_path.iterdir()] == ["memory"]
 
 
-def test_an_interrupted_build_is_resumed(model: Path, reference: Path, tmp_path: Path) -> None:
+def test_an_interrupted_build_is_resumed(
+    saved_model: Path, reference_file: Path, tmp_path: Path
+) -> None:
     def interrupt(progress: BuildProgress) -> None:
         if progress.tokens > 100:
             raise KeyboardInterrupt
@@ -202,15 +241,15 @@ def test_an_interrupted_build_is_resumed(model: Path, reference: Path, tmp_path:
     folder = tmp_path / "memory"
     with pytest.raises(KeyboardInterrupt):
         build_memory(
-            AutoModelForCausalLM.from_pretrained(model),
-            AutoTokenizer.from_pretrained(model),
-            reference,
+            AutoModelForCausalLM.from_pretrained(saved_model),
+            AutoTokenizer.from_pretrained(saved_model),
+            reference_file,
             BuildConfig(batch_tokens=16),
             folder=folder,
             on_progress=interrupt,
         )
-    build = ("build", model, reference, "-o", folder, "--batch-tokens", 16)
-    assert_refused(knn_moe(*build), "--resume")
-    assert knn_moe(*build, "--resume").exit_code == 0
-    assert knn_moe("inspect", folder).exit_code == 0
+    build = ("build", saved_model, reference_file, "-o", folder, "--batch-tokens", 16)
+    assert_refused(run_cli(*build), "--resume")
+    assert run_cli(*build, "--resume").exit_code == 0
+    assert run_cli("inspect", folder).exit_code == 0
     assert [path.name for path in tmp_path.iterdir()] == ["memory"]

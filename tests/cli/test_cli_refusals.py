@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.commands import assert_refused, knn_moe, memory, model, reference, save_model  # noqa: F401
+from helpers.commands import assert_refused, run_cli, save_model
 from knn_moe import RoutingMemory
 from knn_moe.bench.models import number_tokenizer
 
@@ -33,56 +33,61 @@ def write(text: str) -> Callable[[Path], Path]:
     ],
 )
 def test_a_bad_reference_file_is_told(
-    make: Callable[[Path], Path], says: str, model: Path, tmp_path: Path
+    make: Callable[[Path], Path], says: str, saved_model: Path, tmp_path: Path
 ) -> None:
     path = make(tmp_path)
     before = sorted(tmp_path.iterdir())
-    assert_refused(knn_moe("build", model, path, "-o", tmp_path / "memory"), says)
+    assert_refused(run_cli("build", saved_model, path, "-o", tmp_path / "memory"), says)
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_no_such_model(reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_such_model(
+    reference_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     nowhere = tmp_path / "nowhere"
-    for arguments in (("routers", nowhere), ("build", nowhere, reference, "-o", tmp_path / "m")):
-        assert_refused(knn_moe(*arguments), "Cannot load a causal language model", "nowhere")
+    for arguments in (
+        ("routers", nowhere),
+        ("build", nowhere, reference_file, "-o", tmp_path / "m"),
+    ):
+        assert_refused(run_cli(*arguments), "Cannot load a causal language model", "nowhere")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_model_without_routers(reference: Path, tmp_path: Path) -> None:
+def test_a_model_without_routers(reference_file: Path, tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape = {"vocab_size": 128, "hidden_size": 16, "intermediate_size": 16}
     heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
     LlamaForCausalLM(LlamaConfig(**shape, **heads)).save_pretrained(tmp_path / "llama")
     number_tokenizer(128).save_pretrained(tmp_path / "llama")
-    assert_refused(knn_moe("routers", tmp_path / "llama"), "LlamaForCausalLM has no router")
-    build = knn_moe("build", tmp_path / "llama", reference, "-o", tmp_path / "memory")
+    assert_refused(run_cli("routers", tmp_path / "llama"), "LlamaForCausalLM has no router")
+    build = run_cli("build", tmp_path / "llama", reference_file, "-o", tmp_path / "memory")
     assert_refused(build, "LlamaForCausalLM has no router")
     assert not (tmp_path / "memory").exists()
 
 
 def test_a_model_that_outgrows_memory(
-    model: Path, reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    saved_model: Path, reference_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("knn_moe.cli.common.available_memory", lambda: 1000)
-    build = knn_moe("build", model, reference, "-o", tmp_path / "memory")
+    build = run_cli("build", saved_model, reference_file, "-o", tmp_path / "memory")
     assert_refused(build, "GB of weights", "Use a machine with more memory")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_another_models_memory(memory: Path, tmp_path: Path) -> None:
+def test_another_models_memory(saved_memory: Path, tmp_path: Path) -> None:
     other = save_model("qwen3_moe", tmp_path / "other")
-    result = knn_moe("generate", other, "3 4 5", "--memory", memory)
+    result = run_cli("generate", other, "3 4 5", "--memory", saved_memory)
     assert_refused(result, "OlmoeForCausalLM", "Qwen3MoeForCausalLM")
 
 
-def test_a_truncated_memory(memory: Path, model: Path, tmp_path: Path) -> None:
-    RoutingMemory.from_pretrained(memory).save_pretrained(tmp_path / "broken")
+def test_a_truncated_memory(saved_memory: Path, saved_model: Path, tmp_path: Path) -> None:
+    RoutingMemory.from_pretrained(saved_memory).save_pretrained(tmp_path / "broken")
     path = tmp_path / "broken" / "layer-001.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    for arguments in (("inspect",), ("generate", model, "3 4", "--memory")):
-        assert_refused(knn_moe(*arguments, tmp_path / "broken"), "layer-001", "truncated")
+    for arguments in (("inspect",), ("generate", saved_model, "3 4", "--memory")):
+        assert_refused(run_cli(*arguments, tmp_path / "broken"), "layer-001", "truncated")
 
 
 @pytest.mark.parametrize(
@@ -96,9 +101,11 @@ def test_a_truncated_memory(memory: Path, model: Path, tmp_path: Path) -> None:
     ],
 )
 def test_bad_settings(
-    option: tuple[object, ...], says: str, model: Path, reference: Path, tmp_path: Path
+    option: tuple[object, ...], says: str, saved_model: Path, reference_file: Path, tmp_path: Path
 ) -> None:
-    assert_refused(knn_moe("build", model, reference, "-o", tmp_path / "memory", *option), says)
+    assert_refused(
+        run_cli("build", saved_model, reference_file, "-o", tmp_path / "memory", *option), says
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -133,25 +140,29 @@ def test_bad_settings(
     ],
 )
 def test_wrong_calls(
-    arguments: tuple[object, ...], says: str, model: Path, reference: Path, memory: Path
+    arguments: tuple[object, ...],
+    says: str,
+    saved_model: Path,
+    reference_file: Path,
+    saved_memory: Path,
 ) -> None:
-    places = {"MODEL": model, "REF": reference, "MEMORY": memory}
+    places = {"MODEL": saved_model, "REF": reference_file, "MEMORY": saved_memory}
     for name, path in places.items():
         arguments = tuple(
             str(part).replace(name, str(path)) if isinstance(part, str) else part
             for part in arguments
         )
-    before = sorted(memory.iterdir())
-    assert_refused(knn_moe(*arguments), says)
-    assert sorted(memory.iterdir()) == before
+    before = sorted(saved_memory.iterdir())
+    assert_refused(run_cli(*arguments), says)
+    assert sorted(saved_memory.iterdir()) == before
 
 
-def test_broken_weights(model: Path, reference: Path, tmp_path: Path) -> None:
+def test_broken_weights(saved_model: Path, reference_file: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
-    shutil.copytree(model, broken)
+    shutil.copytree(saved_model, broken)
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    build = knn_moe("build", broken, reference, "-o", tmp_path / "memory")
+    build = run_cli("build", broken, reference_file, "-o", tmp_path / "memory")
     assert_refused(build, "Cannot load a causal language model")
     assert not (tmp_path / "memory.partial").exists()
 
@@ -159,9 +170,9 @@ def test_broken_weights(model: Path, reference: Path, tmp_path: Path) -> None:
 def test_a_bad_line_is_told_before_the_model_is_loaded(tmp_path: Path) -> None:
     reference = tmp_path / "ref.jsonl"
     reference.write_text('{"text": "3"}\n' * 5 + "oops\n")
-    build = knn_moe("build", tmp_path / "no-model", reference, "-o", tmp_path / "memory")
+    build = run_cli("build", tmp_path / "no-model", reference, "-o", tmp_path / "memory")
     assert_refused(build, "line 6: not JSON")
 
 
 def test_an_unknown_shape() -> None:
-    assert_refused(knn_moe("bench", "build", "--shape", "llama"), "Unknown shape", "olmoe-1b-7b")
+    assert_refused(run_cli("bench", "build", "--shape", "llama"), "Unknown shape", "olmoe-1b-7b")
