@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from conftest import BUILD, encode, family, make_texts
-from helpers.calibrating import QUICK, loss, memory, model, sayings  # noqa: F401
 from helpers.families import FAMILIES
+from helpers.near_ties import assert_no_near_ties
 from knn_moe import (
     HeadConfig,
     IndexConfig,
@@ -32,6 +32,12 @@ from knn_moe.reference.provenance import Provenance, concatenate
 
 HEAD = HeadConfig(k=6, weight=0.4, gamma_scale=0.5)
 IDS = torch.randint(3, 128, (2, 11), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_near_ties(memory: RoutingMemory) -> None:
+    """Many of these tests compare two computations of one recall."""
+    assert_no_near_ties(family("olmoe"), memory, IDS, with_head(memory))
 
 
 def with_head(memory: RoutingMemory, head: HeadConfig | None = HEAD, **more: Any) -> RoutingConfig:
@@ -201,22 +207,16 @@ def apart(found: Tensor, expected: Tensor) -> float:
     return float(change.abs().sum(dim=-1).mean() / 2)
 
 
-@pytest.fixture(scope="module")
-def plain(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> RoutingMemory:
-    """No two of its cases read the same, of which an index may find either."""
-    return build_memory(model, tokenizer, make_texts(12), BUILD)
-
-
 @pytest.mark.parametrize("kind", ["fast", "faiss-flat"])
 def test_any_index_serves_it(
-    kind: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, plain: RoutingMemory
+    kind: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, memory: RoutingMemory
 ) -> None:
     if kind == "faiss-flat":
         pytest.importorskip("faiss")
     ids = encode(tokenizer, make_texts(13)[12])
-    with attach(model, plain, with_head(plain, MANY)):
+    with attach(model, memory, with_head(memory, MANY)):
         exact = read(model, ids)
-    with attach(model, plain, with_head(plain, MANY, index=IndexConfig(kind=kind))):
+    with attach(model, memory, with_head(memory, MANY, index=IndexConfig(kind=kind))):
         assert apart(read(model, ids), exact) < 0.1
     assert apart(read(model, ids), exact) > 0.2
 
@@ -224,11 +224,11 @@ def test_any_index_serves_it(
 def test_a_compressed_memory_keeps_its_head(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
-    plain: RoutingMemory,
+    memory: RoutingMemory,
     tmp_path: Path,
 ) -> None:
-    manifest = replace(plain.manifest, routing=with_head(plain, MANY))
-    asked = replace(plain, manifest=manifest, folder=None)
+    manifest = replace(memory.manifest, routing=with_head(memory, MANY))
+    asked = replace(memory, manifest=manifest, folder=None)
     compress(asked, IndexConfig(kind="fast"), folder=tmp_path / "small")
     small = RoutingMemory.from_pretrained(tmp_path / "small")
     assert small.routing.head == MANY
@@ -336,7 +336,7 @@ def test_a_head_that_no_logits_came_to_is_told(
 
 
 def test_of_several_domains_each_is_as_near_as_its_own_says(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, plain: RoutingMemory
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, memory: RoutingMemory
 ) -> None:
     """Beside a domain far away a memory's head is what it was alone."""
     other = build_memory(model, tokenizer, make_texts(12, seed=5), BUILD)
@@ -344,9 +344,9 @@ def test_of_several_domains_each_is_as_near_as_its_own_says(
         index: replace(layer, keys=layer.keys + 30, gamma=7 * layer.gamma)
         for index, layer in other.full_layers().items()
     }
-    both = plain.merge(replace(other, layers=layers, folder=None), by_domain=True)
-    assert both.layers[0].gamma != plain.layers[0].gamma
-    with attach(model, plain, with_head(plain)):
+    both = memory.merge(replace(other, layers=layers, folder=None), by_domain=True)
+    assert both.layers[0].gamma != memory.layers[0].gamma
+    with attach(model, memory, with_head(memory)):
         expected = read(model)
     with attach(model, both, with_head(both)):
         torch.testing.assert_close(read(model), expected)
