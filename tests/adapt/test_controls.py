@@ -32,7 +32,6 @@ from knn_moe.demo.texts import documentation
 from knn_moe.equations.mixing import neighbour_weights
 from knn_moe.errors import ConfigError, MemoryMismatchError
 from knn_moe.explain.trace import LayerTrace, trace
-from knn_moe.methods import METHODS
 from knn_moe.recall.random_cases import draw_cases
 from knn_moe.recall.recall import RouterCall
 from knn_moe.tasks.likelihood import token_losses
@@ -288,11 +287,6 @@ def test_draws_are_even_and_independent() -> None:
     assert 0.08 < (near == rows).float().mean() < 0.12  # one bit is enough for another draw
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
         assert len(draw_cases(queries.to(dtype), 2, 10, seed=2**60).unique()) == 10
-
-
-def test_each_control_is_a_method_of_its_own(model: PreTrainedModel) -> None:
-    for kind in CONTROLS:
-        assert METHODS[f"knn-{kind}"].needs == "memory"
 
 
 def test_by_command(tried: Tried, tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_likelihoods_are_those_of_a_plain_loop(
     run = evaluate(tiny_olmoe, tiny_tokenizer, quiz, method, config, folder=tmp_path / "run")
     found = {sample.id: sample for sample in run.samples}
     assert len(found) == 18
-    with method.on(tiny_olmoe):
+    with method.apply_to(tiny_olmoe):
         for row in quiz.test:
             expected = by_hand(tiny_olmoe, tiny_tokenizer, row)
             sample = found[row["id"]]

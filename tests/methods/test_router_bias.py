@@ -13,7 +13,7 @@ from conftest import family
 from helpers.tiny import model, tokenizer, trained  # noqa: F401
 from knn_moe.errors import ConfigError
 from knn_moe.evaluation.evaluate import EvalConfig, ask, evaluate
-from knn_moe.methods import Setting, ZeroShot, prepare
+from knn_moe.methods import TaskContext, ZeroShot, prepare
 from knn_moe.methods.router_bias import Bias, RouterBias, RouterBiasConfig, biased, fit_bias
 from knn_moe.routers.find import find_routers
 from knn_moe.routers.intercept import RouterHook
@@ -130,7 +130,7 @@ def test_a_text_is_fitted_on_its_first_half_and_told_in_its_second(
         fitted = fit_bias(each, [question.ids[:20]], RouterBiasConfig())
         with biased(under(each, fitted, 0, start=20)):
             told = token_losses(each, window, 1)
-        method = prepare("router-bias", Setting(each, tokenizer, WINDOWS, "text")).method
+        method = prepare("router-bias", TaskContext(each, tokenizer, WINDOWS, "text")).method
         run = evaluate(each, tokenizer, WINDOWS, method, HALVES, folder=tmp_path / "run")
     finally:
         each.set_experts_implementation(usual)

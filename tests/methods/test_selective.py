@@ -15,7 +15,7 @@ from knn_moe.errors import MemoryMismatchError
 from knn_moe.evaluation.compare import matched
 from knn_moe.evaluation.evaluate import EvalConfig, evaluate
 from knn_moe.evaluation.store import Run
-from knn_moe.methods import KnnMoe, Method, Setting, ZeroShot, prepare
+from knn_moe.methods import KnnMoe, Method, TaskContext, ZeroShot, prepare
 from knn_moe.methods.selective import Selective, lowest_third
 from knn_moe.routers.intercept import hook_on
 from knn_moe.support.embedded_models import embedded_model
@@ -62,11 +62,11 @@ def test_samples_are_those_of_the_plain_runs(
     scoring: str, model: PreTrainedModel, tokenizer: Any, tmp_path: Path
 ) -> None:
     data, config = data_of(scoring), config_of(scoring)
-    setting = Setting(model, tokenizer, data, scoring, length=32)
+    context = TaskContext(model, tokenizer, data, scoring, length=32)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     runs = {
         name: evaluate(
-            model, tokenizer, data, prepare(name, setting), config, folder=tmp_path / name
+            model, tokenizer, data, prepare(name, context), config, folder=tmp_path / name
         )
         for name in ("zero-shot", "knn", "knn-selective")
     }
@@ -108,7 +108,7 @@ def test_after_a_kill_it_goes_on_to_the_same_result(
     model: PreTrainedModel, tokenizer: Any, tmp_path: Path
 ) -> None:
     data, config = data_of("likelihood"), config_of("likelihood")
-    method = prepare("knn-selective", Setting(model, tokenizer, data, "likelihood")).method
+    method = prepare("knn-selective", TaskContext(model, tokenizer, data, "likelihood")).method
     whole = evaluate(model, tokenizer, data, method, config, folder=tmp_path / "whole")
 
     def kill(done: int, total: int) -> None:
@@ -145,11 +145,11 @@ def test_gated_is_recall_with_a_gate(
     model: PreTrainedModel, tokenizer: Any, tmp_path: Path
 ) -> None:
     data, config = data_of("likelihood"), config_of("likelihood")
-    setting = Setting(model, tokenizer, data, "likelihood")
-    method = prepare("knn-gated", setting).method
+    context = TaskContext(model, tokenizer, data, "likelihood")
+    method = prepare("knn-gated", context).method
     assert isinstance(method, KnnMoe)
     assert method.facts()["routing"]["gate"] == "entropy"
-    others: list[Method] = [ZeroShot(), prepare("knn", setting).method, method]
+    others: list[Method] = [ZeroShot(), prepare("knn", context).method, method]
     runs = [
         evaluate(model, tokenizer, data, each, config, folder=tmp_path / each.name)
         for each in others

@@ -15,7 +15,7 @@ from helpers.tuned import (  # noqa: F401
     QUICK,
     left_as_it_was,
     quiz,
-    quiz_setting,
+    quiz_context,
 )
 from knn_moe.errors import (
     ConfigError,
@@ -31,6 +31,7 @@ from knn_moe.methods.training_loop import (
     rebuilt,
     split_reference,
 )
+from knn_moe.support.progress import Progress
 from knn_moe.tasks import TaskData
 
 # The search for a learning rate.
@@ -71,11 +72,11 @@ def test_a_method_leaves_the_model_as_it_was(
     config = TuneConfig(learning_rates=(1e-3,), rank=4, epochs=1, batch_size=8, trainer=trainer)
     with left_as_it_was(model):
         words = tokenizer.pad_token, dict(vars(tokenizer)).keys()
-        method = prepare(quiz_setting(model, tokenizer, quiz), config)
+        method = prepare(quiz_context(model, tokenizer, quiz), config)
         assert (tokenizer.pad_token, dict(vars(tokenizer)).keys()) == words
-    with left_as_it_was(model), method.on(model):
+    with left_as_it_was(model), method.apply_to(model):
         pass
-    with left_as_it_was(model), pytest.raises(KeyboardInterrupt), method.on(model):
+    with left_as_it_was(model), pytest.raises(KeyboardInterrupt), method.apply_to(model):
         raise KeyboardInterrupt
 
 
@@ -89,11 +90,11 @@ def test_an_interrupted_training_leaves_the_model_as_it_was(
         raise KeyboardInterrupt
 
     handle = model.model.layers[3].mlp.experts.register_forward_pre_hook(stop)
-    setting = quiz_setting(model, tokenizer, quiz)
-    split_reference(setting, 0.2, 0)
+    context = quiz_context(model, tokenizer, quiz)
+    split_reference(context, 0.2, 0)
     try:
         with left_as_it_was(model), pytest.raises(KeyboardInterrupt):
-            prepare(setting, QUICK)
+            prepare(context, QUICK)
     finally:
         handle.remove()
     assert not model.model.layers[3].mlp.experts._forward_pre_hooks
@@ -109,14 +110,12 @@ def test_hooks_of_before_can_still_be_taken_off(model: Any) -> None:
 
 
 def test_a_method_says_what_it_did(model: Any, tokenizer: Any, quiz: TaskData) -> None:
-    steps: list[tuple[int, int, str]] = []
+    steps: list[Progress] = []
     config = TuneConfig(
         learning_rates=(1e-3, 3e-3), rank=4, epochs=2, batch_size=8, trainer="plain", extensions=1
     )
-    setting = quiz_setting(
-        model, tokenizer, quiz, on_progress=lambda *step: steps.append(step), seed=3
-    )
-    facts = prepare_sft(setting, config).facts()
+    context = quiz_context(model, tokenizer, quiz, on_progress=steps.append, seed=3)
+    facts = prepare_sft(context, config).facts()
     assert facts["rates_beyond"] == [0.009]
     assert list(facts["validation_losses"]) == ["0.001", "0.003", "0.009"]
     assert all(len(losses) == 2 for losses in facts["validation_losses"].values())
@@ -125,26 +124,26 @@ def test_a_method_says_what_it_did(model: Any, tokenizer: Any, quiz: TaskData) -
     assert facts["validation_loss"] < facts["untouched_validation_loss"]
     sizes = {key: facts[key] for key in ("windows", "validation_windows", "rank", "seed")}
     assert sizes == {"windows": 8, "validation_windows": 2, "rank": 4, "seed": 3}
-    split = split_reference(setting, 0.15, 3)
+    split = split_reference(context, 0.15, 3)
     assert facts["tokens"] == sum(len(window.ids) for window in split.train)
     assert facts["scored_tokens"] < facts["tokens"] / 2
-    assert steps[0] == (1, 4, "lr 0.001, epoch 1")
-    assert steps[-1] == (6, 6, "lr 0.009, epoch 2")
+    assert steps[0] == ("lr 0.001, epoch 1", 1, 4)
+    assert steps[-1] == ("lr 0.009, epoch 2", 6, 6)
 
 
 def test_the_same_seed_learns_the_same(model: Any, tokenizer: Any, quiz: TaskData) -> None:
-    setting = quiz_setting(model, tokenizer, quiz)
-    one, two = (prepare_sft(setting, QUICK).facts() for _ in range(2))
+    context = quiz_context(model, tokenizer, quiz)
+    one, two = (prepare_sft(context, QUICK).facts() for _ in range(2))
     assert one == two
-    other = prepare_sft(quiz_setting(model, tokenizer, quiz, seed=1), QUICK).facts()
+    other = prepare_sft(quiz_context(model, tokenizer, quiz, seed=1), QUICK).facts()
     assert one["validation_loss"] != other["validation_loss"]
 
 
 def test_a_tuned_model_answers(model: Any, tokenizer: Any, quiz: TaskData, tmp_path: Path) -> None:
-    setting = quiz_setting(model, tokenizer, quiz)
+    context = quiz_context(model, tokenizer, quiz)
     scoring = EvalConfig(scoring="likelihood", batch_size=4)
     samples = {}
-    for method in (prepare_sft(setting, QUICK), prepare_router_sft(setting, QUICK)):
+    for method in (prepare_sft(context, QUICK), prepare_router_sft(context, QUICK)):
         run = evaluate(model, tokenizer, quiz, method, scoring, folder=tmp_path / method.name)
         samples[method.name] = [sample.likelihoods for sample in run.samples]
     assert set(samples) == {"sft", "sft-router"}
@@ -159,14 +158,14 @@ def test_missing_parts_name_their_cure(
 ) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(tuning, "find_spec", lambda name: None if name == "trl" else found(name))
-    setting = quiz_setting(model, tokenizer, quiz)
+    context = quiz_context(model, tokenizer, quiz)
     with pytest.raises(MissingDependencyError, match=r"pip install 'knn-moe\[tune\]'"):
-        prepare_router_sft(setting, TuneConfig(trainer="trl"))
+        prepare_router_sft(context, TuneConfig(trainer="trl"))
     config = TuneConfig(learning_rates=(1e-2,), epochs=1)
-    assert prepare_router_sft(setting, config).facts()["trainer"] == "plain"
+    assert prepare_router_sft(context, config).facts()["trainer"] == "plain"
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
     with pytest.raises(MissingDependencyError, match="PEFT"):
-        prepare_sft(setting, QUICK)
+        prepare_sft(context, QUICK)
 
 
 def test_a_loss_that_is_no_number_is_told(tokenizer: Any, quiz: TaskData) -> None:
@@ -174,7 +173,7 @@ def test_a_loss_that_is_no_number_is_told(tokenizer: Any, quiz: TaskData) -> Non
     with torch.no_grad():
         model.model.norm.weight.fill_(math.nan)
     with pytest.raises(ModelError, match=r"No learning rate of 0\.01 gives a loss"):
-        prepare_router_sft(quiz_setting(model, tokenizer, quiz), QUICK)
+        prepare_router_sft(quiz_context(model, tokenizer, quiz), QUICK)
 
 
 @pytest.mark.parametrize(
@@ -194,6 +193,6 @@ def test_settings_outside_their_range(wrong: dict[str, Any]) -> None:
 
 
 def test_nothing_to_split(model: Any, tokenizer: Any, quiz: TaskData) -> None:
-    setting = quiz_setting(model, tokenizer, quiz, limit=1)
+    context = quiz_context(model, tokenizer, quiz, limit=1)
     with pytest.raises(ReferenceSetError, match="there are 1"):
-        prepare_sft(setting, QUICK)
+        prepare_sft(context, QUICK)

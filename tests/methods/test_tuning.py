@@ -16,7 +16,7 @@ from helpers.tuned import (  # noqa: F401
     ONE_RATE,
     QUICK,
     quiz,
-    quiz_setting,
+    quiz_context,
 )
 from knn_moe import Example, find_routers
 from knn_moe.errors import (
@@ -25,7 +25,7 @@ from knn_moe.errors import (
 )
 from knn_moe.methods import sft
 from knn_moe.methods.sft import prepare_router_sft, prepare_sft, router_weights
-from knn_moe.methods.task_context import Setting
+from knn_moe.methods.task_context import TaskContext
 from knn_moe.methods.training_loop import (
     IGNORED,
     Course,
@@ -56,10 +56,10 @@ def prose() -> TaskData:
 
 
 def test_the_loss_counts_on_answers_alone(model: Any, tokenizer: Any, quiz: TaskData) -> None:
-    setting = quiz_setting(model, tokenizer, quiz)
-    found = reference_windows(setting)
-    assert len(found) == len(setting.examples) == 10
-    for example, (window,) in zip(setting.examples, found, strict=True):
+    context = quiz_context(model, tokenizer, quiz)
+    found = reference_windows(context)
+    assert len(found) == len(context.examples) == 10
+    for example, (window,) in zip(context.examples, found, strict=True):
         tokens = tokenise(example, tokenizer)
         start = tokens.completion_start
         assert window.ids == tokens.ids
@@ -73,8 +73,8 @@ def test_of_a_conversation_the_last_answer_counts(model: Any, quiz: TaskData) ->
         "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}[assistant] {% endif %}"
     )
-    setting = Setting(model, tokenizer, quiz, "generation")
-    example, (window,) = setting.examples[1], reference_windows(setting)[1]
+    context = TaskContext(model, tokenizer, quiz, "generation")
+    example, (window,) = context.examples[1], reference_windows(context)[1]
     assert example.messages is not None
     counted = [token for token, label in zip(*window, strict=True) if label != IGNORED]
     answer = str(example.messages[-1]["content"])
@@ -84,8 +84,8 @@ def test_of_a_conversation_the_last_answer_counts(model: Any, quiz: TaskData) ->
 def test_texts_are_cut_into_windows_and_count_whole(
     model: Any, tokenizer: Any, prose: TaskData
 ) -> None:
-    setting = Setting(model, tokenizer, prose, "text", length=16)
-    found = reference_windows(setting)
+    context = TaskContext(model, tokenizer, prose, "text", length=16)
+    found = reference_windows(context)
     for row, windows in zip(prose.reference, found, strict=True):
         ids = tokenizer(row["text"])["input_ids"]
         together = [token for window in windows for token in window.ids]
@@ -97,23 +97,23 @@ def test_texts_are_cut_into_windows_and_count_whole(
 
 
 def test_examples_without_an_answer_are_left_out(model: Any, tokenizer: Any, quiz: Any) -> None:
-    setting = quiz_setting(model, tokenizer, quiz)
-    setting.examples = [Example("What?", ""), Example("Who?", " Me"), Example("Where?", "")]
-    assert len(reference_windows(setting)) == 1
+    context = quiz_context(model, tokenizer, quiz)
+    context.examples = [Example("What?", ""), Example("Who?", " Me"), Example("Where?", "")]
+    assert len(reference_windows(context)) == 1
     with pytest.raises(ReferenceSetError, match=r"needs 2 examples with an answer.*there are 1"):
-        split_reference(setting, 0.15, 0)
+        split_reference(context, 0.15, 0)
 
 
 def test_a_text_is_on_one_side_of_the_split(model: Any, tokenizer: Any, prose: TaskData) -> None:
-    setting = Setting(model, tokenizer, prose, "text", length=16)
-    windows = reference_windows(setting)
-    split = split_reference(setting, 0.3, 0)
+    context = TaskContext(model, tokenizer, prose, "text", length=16)
+    windows = reference_windows(context)
+    split = split_reference(context, 0.3, 0)
     assert sum(map(len, windows)) == len(split.train) + len(split.valid)
     sides = [[window in split.valid for window in example] for example in windows]
     assert sum(map(all, sides)) == 2  # of 8
     assert all(all(side) or not any(side) for side in sides)
-    assert split == split_reference(setting, 0.3, 0)
-    assert split != split_reference(setting, 0.3, 1)
+    assert split == split_reference(context, 0.3, 0)
+    assert split != split_reference(context, 0.3, 1)
 
 
 # What is trained.
@@ -123,7 +123,7 @@ def test_a_text_is_on_one_side_of_the_split(model: Any, tokenizer: Any, prose: T
 def test_every_linear_map_gets_an_adapter_that_learns(name: str, tokenizer: Any, quiz: Any) -> None:
     """And as plain weights they give what they gave as adapters."""
     model = trained(name)
-    split = split_reference(quiz_setting(model, tokenizer, quiz), 0.2, 0)
+    split = split_reference(quiz_context(model, tokenizer, quiz), 0.2, 0)
     batch = collate(split.valid)
     inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
     with torch.no_grad():
@@ -185,12 +185,12 @@ def test_linear_maps_are_found_in_any_family(family: Any) -> None:
 @pytest.mark.parametrize("name", EMBEDDED_MODELS)
 def test_routers_alone_are_trained(name: str, tokenizer: Any, quiz: TaskData) -> None:
     model = trained(name)
-    method = prepare_router_sft(quiz_setting(model, tokenizer, quiz), QUICK)
+    method = prepare_router_sft(quiz_context(model, tokenizer, quiz), QUICK)
     kinds = ("weight", "bias") if name == "tiny-gpt-oss" else ("weight",)
     routers = {f"{each.name}.{kind}" for each in find_routers(model) for kind in kinds}
     assert set(method.changes) == routers
     before = {key: each.clone() for key, each in model.named_parameters()}
-    with method.on(model):
+    with method.apply_to(model):
         differ = {
             key for key, each in model.named_parameters() if not torch.equal(each, before[key])
         }
@@ -240,7 +240,7 @@ def test_training_loss_is_that_of_the_answers_and_of_balance(
     name: str, tokenizer: Any, quiz: TaskData
 ) -> None:
     model = trained(name)
-    windows = split_reference(quiz_setting(model, tokenizer, quiz), 0.2, 0).train
+    windows = split_reference(quiz_context(model, tokenizer, quiz), 0.2, 0).train
     answers, balance = by_hand(model, collate(windows))
     weight = balance_weight(model)
     assert weight == model.config.router_aux_loss_coef > 0
@@ -265,7 +265,7 @@ def test_both_trainers_train_the_same(
     monkeypatch.chdir(tmp_path)
     model = trained(name)
     capfd.readouterr()
-    split = split_reference(quiz_setting(model, tokenizer, quiz), 0.2, 0)
+    split = split_reference(quiz_context(model, tokenizer, quiz), 0.2, 0)
     courses: list[Course] = []
     for train in (lambda course: train_with_trl(course, tokenizer), train_plainly):
         torch.manual_seed(0)
@@ -286,7 +286,7 @@ def test_both_trainers_train_the_same(
 
 
 def test_epochs_have_orders_of_their_own(model: Any, tokenizer: Any, quiz: TaskData) -> None:
-    split = split_reference(quiz_setting(model, tokenizer, quiz), 0.2, 0)
+    split = split_reference(quiz_context(model, tokenizer, quiz), 0.2, 0)
     course = Course(Any, split, 1e-3, ONE_RATE, 0, print)  # type: ignore[arg-type]
     orders = [course.order(epoch) for epoch in range(3)]
     assert all(sorted(order) == list(range(8)) for order in orders)
@@ -296,7 +296,7 @@ def test_epochs_have_orders_of_their_own(model: Any, tokenizer: Any, quiz: TaskD
 
 def test_the_best_epoch_is_kept(model: Any, tokenizer: Any, quiz: TaskData) -> None:
     """Far too high a rate: it gets worse as it goes on, and the first epoch's weights count."""
-    split = split_reference(quiz_setting(model, tokenizer, quiz), 0.2, 0)
+    split = split_reference(quiz_context(model, tokenizer, quiz), 0.2, 0)
     config = TuneConfig(epochs=3, batch_size=4)
     with router_weights(model, config) as trainable:
         course = Course(trainable, split, 0.5, config, 0, lambda epoch: None)
@@ -310,7 +310,7 @@ def test_the_best_epoch_is_kept(model: Any, tokenizer: Any, quiz: TaskData) -> N
 
 
 def test_the_rate_falls_to_nothing_in_a_line(model: Any, tokenizer: Any, quiz: TaskData) -> None:
-    split = split_reference(quiz_setting(model, tokenizer, quiz), 0.2, 0)
+    split = split_reference(quiz_context(model, tokenizer, quiz), 0.2, 0)
     with router_weights(model, ONE_RATE) as trainable:
         optimiser, schedule = Course(trainable, split, 0.4, ONE_RATE, 0, print).optimiser()
         seen = []
@@ -337,7 +337,7 @@ def test_small_steps_in_bf16_are_not_lost() -> None:
 @pytest.mark.parametrize("prepare", [prepare_sft, prepare_router_sft])
 def test_a_bf16_model_is_tuned(prepare: Any, tokenizer: Any, quiz: TaskData) -> None:
     model = trained("tiny-olmoe", torch.bfloat16)
-    method = prepare(quiz_setting(model, tokenizer, quiz), QUICK)
+    method = prepare(quiz_context(model, tokenizer, quiz), QUICK)
     assert method.facts()["validation_loss"] < method.facts()["untouched_validation_loss"]
-    with method.on(model):
+    with method.apply_to(model):
         assert {each.dtype for each in model.parameters()} == {torch.bfloat16}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
@@ -22,10 +23,12 @@ from knn_moe.cli.common import (
 if TYPE_CHECKING:
     from knn_moe.evaluation.evaluate import EvalConfig
     from knn_moe.evaluation.store import Run
-    from knn_moe.methods import Setting
+    from knn_moe.methods import TaskContext
+    from knn_moe.support.progress import OnProgress
     from knn_moe.tasks.data import TaskData
 
 DEFAULT = ("zero-shot", "knn")
+Chosen: TypeAlias = tuple[str, str | None]  # a method's name, and a control of its memory
 
 
 @click.command(name="eval")
@@ -42,8 +45,8 @@ DEFAULT = ("zero-shot", "knn")
     "--control",
     "controls",
     multiple=True,
-    help="Also knn with one thing taken from its memory: shuffled, random or own-logits. May be "
-    "repeated; the same as -m knn-CONTROL.",
+    help="Also run knn with one thing removed from its memory: shuffled, random or own-logits. May "
+    "be repeated.",
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder of runs.")
 @click.option("--memory", help="For knn: a folder or hub id. Default: of the task's reference.")
@@ -98,8 +101,8 @@ def command(
         raise click.UsageError("Choose one of --resume and --overwrite.")
     if options["reference"] and options["memory"]:
         raise click.UsageError("--reference is of a memory built here, and --memory gives one.")
-    named = tuple(dict.fromkeys([*(methods or DEFAULT), *_controls(controls)]))
-    runs = _evaluate(model, tasks, named, output, options)
+    chosen = [(name, None) for name in methods or DEFAULT] + [("knn", kind) for kind in controls]
+    runs = _evaluate(model, tasks, list(dict.fromkeys(chosen)), output, options)
     if as_json:
         print_json([{**run.facts, "score": _mean(run)} for run in runs])
         return
@@ -108,17 +111,8 @@ def command(
     show_runs(runs, DEFAULT[0])
 
 
-def _controls(names: tuple[str, ...]) -> list[str]:
-    """The methods that these controls are."""
-    from knn_moe.adapt.controls import control_named
-
-    for name in names:
-        control_named(name)
-    return [f"knn-{name}" for name in names]
-
-
 def _evaluate(
-    model: str, tasks: tuple[str, ...], methods: tuple[str, ...], output: Path, options: Any
+    model: str, tasks: tuple[str, ...], methods: list[Chosen], output: Path, options: Any
 ) -> list[Run]:
     from knn_moe.evaluation.evaluate import EvalConfig, evaluate, known_facts
     from knn_moe.evaluation.store import RunFolder, finished_run
@@ -130,26 +124,27 @@ def _evaluate(
     )
     data = _open(tasks, methods, config, options)
     if not options["resume"] and not options["overwrite"]:
-        for each, name in product(data, methods):
-            RunFolder(output / each.task.name / name).refuse_existing()
+        for each, chosen in product(data, methods):
+            RunFolder(output / each.task.name / _run_name(*chosen)).refuse_existing()
     network, tokenizer = _load(model, options)
     runs = []
     for each in data:
-        setting = _setting(network, tokenizer, each, config, output, options)
-        for name in methods:
-            folder = output / each.task.name / name
+        context = _context(network, tokenizer, each, config, output, options)
+        for name, control in methods:
+            run_name = _run_name(name, control)
+            folder = output / each.task.name / run_name
             wanted = {
                 **known_facts(network, each, config),
-                "prepared_on": prepared_on(name, setting),
+                "prepared_on": prepared_on(name, context),
             }
             known = finished_run(folder, wanted) if options["resume"] else None
             if known is not None:
                 runs.append(known)
                 continue
-            with progress_bar(f"{each.task.name}, {name}: preparing") as update:
-                setting.on_progress = update
-                method = prepare(name, setting)
-            with progress_bar(f"{each.task.name}, {name}") as update:
+            with progress_bar(f"{each.task.name}, {run_name}: preparing") as update:
+                context.on_progress = _shown_by(update)
+                method = prepare(name, context, control)
+            with progress_bar(f"{each.task.name}, {run_name}") as update:
                 runs.append(
                     evaluate(
                         network,
@@ -167,16 +162,20 @@ def _evaluate(
 
 
 def _open(
-    tasks: tuple[str, ...], methods: tuple[str, ...], config: EvalConfig, options: Any
+    tasks: tuple[str, ...], methods: list[Chosen], config: EvalConfig, options: Any
 ) -> list[TaskData]:
     """The tasks' rows. What cannot be done is told before the model loads."""
+    from knn_moe.adapt.controls import control_named
     from knn_moe.index import IndexConfig
     from knn_moe.memory.memory import RoutingMemory
-    from knn_moe.methods import method_named
+    from knn_moe.methods import METHODS
     from knn_moe.tasks import open_task
     from knn_moe.tasks.reference_set import reference_rows
 
-    needs = {method_named(name).needs for name in methods}
+    for _, control in methods:
+        if control is not None:
+            control_named(control)
+    needs = {METHODS.find(name).needs for name, _ in methods}
     wants_reference = "reference" in needs or ("memory" in needs and options["memory"] is None)
     data = [open_task(task, options["data"], reference=wants_reference) for task in tasks]
     names = [each.task.name for each in data]
@@ -204,16 +203,16 @@ def _load(model: str, options: Any) -> tuple[Any, Any]:
     return network, tokenizer
 
 
-def _setting(
+def _context(
     model: Any, tokenizer: Any, data: TaskData, config: EvalConfig, output: Path, options: Any
-) -> Setting:
-    from knn_moe.methods import Setting
+) -> TaskContext:
+    from knn_moe.methods import TaskContext
 
     folder = output / data.task.name
     if options["overwrite"]:
         for kept in folder.glob("memory-*"):
             shutil.rmtree(kept)
-    return Setting(
+    return TaskContext(
         model,
         tokenizer,
         data,
@@ -225,6 +224,14 @@ def _setting(
         **{name: options[name] for name in ("preset", "memory", "index")},
         folder=folder,
     )
+
+
+def _shown_by(update: Callable[[int, int, str], None]) -> OnProgress:
+    return lambda step: update(step.done, step.total, step.stage)
+
+
+def _run_name(method: str, control: str | None) -> str:
+    return method if control is None else f"{method}-{control}"
 
 
 def _mean(run: Run) -> float:

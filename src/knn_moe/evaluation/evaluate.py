@@ -15,7 +15,7 @@ from knn_moe.errors import ConfigError, TaskDataError
 from knn_moe.evaluation.store import Run, RunFolder, read_run
 from knn_moe.inference.expert_usage import router_load
 from knn_moe.memory.manifest import library_versions
-from knn_moe.methods import Method, Prepared
+from knn_moe.methods import Method, PreparedMethod
 from knn_moe.routers.find import find_routers
 from knn_moe.routers.fingerprint import identify
 from knn_moe.routers.model_state import input_device
@@ -104,7 +104,7 @@ def evaluate(
     model: nn.Module,
     tokenizer: Any,
     data: TaskData,
-    method: Method | Prepared,
+    method: Method | PreparedMethod,
     config: EvalConfig | None = None,
     *,
     folder: Path,
@@ -114,22 +114,22 @@ def evaluate(
 ) -> Run:
     """Every sample goes to `folder` as it comes; with `resume`, a killed run goes on."""
     config = config or EvalConfig()
-    given = method if isinstance(method, Prepared) else None
-    method = method.method if isinstance(method, Prepared) else method
+    given = method if isinstance(method, PreparedMethod) else None
+    method = method.method if isinstance(method, PreparedMethod) else method
     asked = _reworded(ask(tokenizer, data, config), method, config)
     _refuse_long(model, data, asked)
     place, facts = RunFolder(folder), _facts(model, data, method, config, asked)
-    facts["prepared_on"] = None if given is None else dict(given.on)
+    facts["prepared_on"] = None if given is None else dict(given.prepared_on)
     was_training = model.training
     model.eval()
     began = time.perf_counter()
     try:
         # What cannot be put on the model is told before anything is written.
-        with method.on(model), router_load(model) if config.load else nullcontext() as load:
+        with method.apply_to(model), router_load(model) if config.load else nullcontext() as load:
             done = place.begin(facts, resume=resume, overwrite=overwrite)
             started = time.perf_counter()
             plain = answer_of(model, tokenizer, data, config)
-            answer = method.answering(model, plain, asked.batched())
+            answer = method.make_answer(model, plain, asked.batched())
             _put(asked, answer, place, {sample.batch for sample in done}, on_progress)
     finally:
         model.train(was_training)

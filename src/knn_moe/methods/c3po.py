@@ -31,7 +31,7 @@ from knn_moe.errors import ConfigError
 from knn_moe.methods.c3po_reference import C3poConfig, Reference, successes
 from knn_moe.methods.method import Method
 from knn_moe.methods.pathways import Tail, last_layers
-from knn_moe.methods.task_context import Setting
+from knn_moe.methods.task_context import TaskContext
 from knn_moe.routers.model_state import freeze
 from knn_moe.tasks.answers import Answer
 from knn_moe.tasks.questions import Question
@@ -114,7 +114,7 @@ class C3po(Method):
             "config": asdict(self.config),
         }
 
-    def answering(
+    def make_answer(
         self, model: nn.Module, answer: Answer, batches: Sequence[Sequence[Question]]
     ) -> Answer:
         if not self.reference.questions:  # no neighbour: the model alone
@@ -226,18 +226,18 @@ def core_experts(routing: Tensor, count: int) -> Tensor:
     return torch.zeros_like(routing, dtype=torch.bool).scatter(-1, places, True)
 
 
-def prepare_ngd(setting: Setting) -> C3po:
-    return C3po(shared_reference(setting))
+def prepare_ngd(context: TaskContext) -> C3po:
+    return C3po(shared_reference(context))
 
 
-def prepare_kernel_regression(setting: Setting) -> KernelRegression:
-    return KernelRegression(shared_reference(setting))
+def prepare_kernel_regression(context: TaskContext) -> KernelRegression:
+    return KernelRegression(shared_reference(context))
 
 
-def prepare_mode_finding(setting: Setting) -> ModeFinding:
-    return ModeFinding(shared_reference(setting))
+def prepare_mode_finding(context: TaskContext) -> ModeFinding:
+    return ModeFinding(shared_reference(context))
 
 
-def shared_reference(setting: Setting) -> Reference:
+def shared_reference(context: TaskContext) -> Reference:
     """For all three, made once."""
-    return setting.made("c3po-reference", lambda: successes(setting, C3poConfig()))
+    return context.cached("c3po-reference", lambda: successes(context, C3poConfig()))

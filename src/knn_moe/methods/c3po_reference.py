@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from knn_moe.errors import ConfigError
 from knn_moe.methods.pathways import Halted, Tail, last_layers
-from knn_moe.methods.task_context import Setting
+from knn_moe.methods.task_context import TaskContext
 from knn_moe.reference.examples import Example, tokenise
 from knn_moe.routers.model_state import freeze, input_device, unwrap
+from knn_moe.support.progress import Progress
 from knn_moe.tasks import questions as q
 from knn_moe.tasks.answers import by_generation, by_likelihood
 from knn_moe.tasks.questions import Question
@@ -97,27 +98,27 @@ class Reference:
         return tail.read(ids, [self.answers[place] for place in places])
 
 
-def successes(setting: Setting, config: C3poConfig) -> Reference:
+def successes(context: TaskContext, config: C3poConfig) -> Reference:
     """The reference set's questions that the model answers correctly, and how it routed them."""
-    if setting.scoring == TEXT:
+    if context.scoring == TEXT:
         raise ConfigError(
-            f"C3PO re-mixes the last token of a prompt, and {setting.data.task.name} is scored as "
+            f"C3PO re-mixes the last token of a prompt, and {context.data.task.name} is scored as "
             f"running text, which has none: leave C3PO out for this task."
         )
-    embed = _embed(setting, config)
-    with torch.inference_mode(False), freeze(setting.model):
-        asked = _asked(setting)
-        right = _right(setting, asked)
-        tail = last_layers(setting.model, config.critical_layers)
+    embed = _embed(context, config)
+    with torch.inference_mode(False), freeze(context.model):
+        asked = _asked(context)
+        right = _right(context, asked)
+        tail = last_layers(context.model, config.critical_layers)
         kept = [asked[place] for place in right]
         routing = torch.zeros(len(kept), *_shape(tail))
-        for places in q.batches(kept, setting.batch_size, one_length=False):
+        for places in q.batches(kept, context.batch_size, one_length=False):
             routing[places] = tail.read([kept[place].ids for place in places]).own.cpu()
-    kind = setting.data.task.kind
+    kind = context.data.task.kind
     texts = [kind.question(question.row) for question in kept]
-    count = config.answer_tokens or (1 if setting.scoring == LIKELIHOOD else 16)
+    count = config.answer_tokens or (1 if context.scoring == LIKELIHOOD else 16)
     answers = [
-        _answer_ids(setting.tokenizer, asked[place], setting.examples[place])[:count]
+        _answer_ids(context.tokenizer, asked[place], context.examples[place])[:count]
         for place in right
     ]
     keys = embed(texts) if texts else torch.zeros(0, 1)
@@ -128,28 +129,28 @@ def _shape(tail: Tail) -> tuple[int, int]:
     return len(tail.routers), tail.routers[0].num_experts
 
 
-def _asked(setting: Setting) -> list[Question]:
-    named = [(str(number), row) for number, row in enumerate(setting.rows)]
-    make = q.prompts if setting.scoring == GENERATION else q.choices
-    return make(setting.tokenizer, setting.data, named)
+def _asked(context: TaskContext) -> list[Question]:
+    named = [(str(number), row) for number, row in enumerate(context.rows)]
+    make = q.prompts if context.scoring == GENERATION else q.choices
+    return make(context.tokenizer, context.data, named)
 
 
-def _right(setting: Setting, asked: Sequence[Question]) -> list[int]:
+def _right(context: TaskContext, asked: Sequence[Question]) -> list[int]:
     """Places of the questions the model answers correctly, as it will be scored."""
-    task = setting.data.task
-    generated = setting.scoring == GENERATION
+    task = context.data.task
+    generated = context.scoring == GENERATION
     answer = (
-        by_generation(setting.model, setting.tokenizer, task, task.kind.max_new_tokens)
+        by_generation(context.model, context.tokenizer, task, task.kind.max_new_tokens)
         if generated
-        else by_likelihood(setting.model)
+        else by_likelihood(context.model)
     )
     right: list[int] = []
     done = 0
-    for places in q.batches(asked, setting.batch_size, one_length=not generated):
+    for places in q.batches(asked, context.batch_size, one_length=not generated):
         samples = answer([asked[place] for place in places], 0)
         right += [place for place, got in zip(places, samples, strict=True) if got.score == 1]
         done += len(places)
-        setting.on_progress(done, len(asked), "answering the reference set")
+        context.on_progress(Progress("answering the reference set", done, len(asked)))
     return sorted(right)
 
 
@@ -166,9 +167,9 @@ def _answer_ids(tokenizer: Any, question: Question, example: Example) -> list[in
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _embed(setting: Setting, config: C3poConfig) -> Embed:
+def _embed(context: TaskContext, config: C3poConfig) -> Embed:
     if config.embedding == OWN:
-        return OwnEmbeddings(setting.model, setting.tokenizer)
+        return OwnEmbeddings(context.model, context.tokenizer)
     from knn_moe.methods.embedding import embedder
 
     return embedder(config.embedding)

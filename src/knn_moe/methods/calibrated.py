@@ -11,7 +11,8 @@ from knn_moe.adapt.calibrate.config import CalibrationConfig
 from knn_moe.memory.memory import RoutingMemory
 from knn_moe.methods.knn_lm import Together, prepare_knn_lm
 from knn_moe.methods.knn_moe import KnnMoe
-from knn_moe.methods.task_context import Setting
+from knn_moe.methods.task_context import TaskContext
+from knn_moe.support.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -24,35 +25,35 @@ class Calibrated(KnnMoe):
         return {**super().facts(), "calibration": self.memory.manifest.calibration}
 
 
-def prepare_calibrated(setting: Setting) -> Calibrated:
-    """Always a memory of the reference set; of a setting's preset nothing is left."""
-    memory = _memory(setting)
+def prepare_calibrated(context: TaskContext) -> Calibrated:
+    """Always a memory of the reference set; of a context's preset nothing is left."""
+    memory = _memory(context)
     return Calibrated(memory, replace(memory.routing, head=None))
 
 
-def prepare_head(setting: Setting) -> Calibrated:
+def prepare_head(context: TaskContext) -> Calibrated:
     """The same memory, which also tells the next token, where that was found to help."""
-    return Calibrated(_memory(setting), name="knn-calibrated+head")
+    return Calibrated(_memory(context), name="knn-calibrated+head")
 
 
-def prepare_calibrated_both(setting: Setting) -> Together:
+def prepare_calibrated_both(context: TaskContext) -> Together:
     """And the kNN-LM head of the model alone: see knn_lm.prepare_both."""
-    parts = prepare_calibrated(setting), prepare_knn_lm(setting)
+    parts = prepare_calibrated(context), prepare_knn_lm(context)
     return Together(parts, "knn-calibrated+knn-lm")
 
 
-def _memory(setting: Setting) -> RoutingMemory:
+def _memory(context: TaskContext) -> RoutingMemory:
     """One for all methods that want it. Choosing a head as well takes next to no time."""
-    return setting.made("memory-calibrated", lambda: _build(setting))
+    return context.cached("memory-calibrated", lambda: _build(context))
 
 
-def _build(setting: Setting) -> RoutingMemory:
+def _build(context: TaskContext) -> RoutingMemory:
     memory, _ = build_calibrated(
-        setting.model,
-        setting.tokenizer,
-        setting.examples,
-        setting.build_config(),
+        context.model,
+        context.tokenizer,
+        context.examples,
+        context.build_config(),
         CalibrationConfig(head=True),
-        on_progress=lambda what, done, total: setting.on_progress(done, total, what),
+        on_progress=lambda *step: context.on_progress(Progress(*step)),
     )
     return memory

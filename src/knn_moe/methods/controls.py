@@ -1,4 +1,4 @@
-"""The controls, as methods: what they leave of a gain, in the table where the gain stands."""
+"""Controls for kNN-MoE: the same method, with one thing removed from its memory."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from knn_moe.adapt.controls import control
-from knn_moe.methods.knn_moe import KnnMoe, prepare_knn
-from knn_moe.methods.task_context import Setting
+from knn_moe.errors import ConfigError
+from knn_moe.methods.knn_moe import KnnMoe
+from knn_moe.methods.method import Method
+from knn_moe.methods.task_context import TaskContext
 
 
 @dataclass(frozen=True)
-class Controlled(KnnMoe):
-    """The model with a memory that one thing was taken from."""
+class ControlledKnnMoe(KnnMoe):
+    """kNN-MoE with a memory from which one thing was removed."""
 
     control: str = ""
     seed: int = 0
@@ -22,21 +24,14 @@ class Controlled(KnnMoe):
         return {**super().facts(), "control": self.control, "seed": self.seed}
 
 
-def prepare_shuffled(setting: Setting) -> Controlled:
-    return _controlled(setting, "shuffled")
+def apply_control(method: Method, kind: str, context: TaskContext) -> ControlledKnnMoe:
+    """Return `method` with a control of its memory, which is searched in the same way.
 
-
-def prepare_random(setting: Setting) -> Controlled:
-    return _controlled(setting, "random")
-
-
-def prepare_own_logits(setting: Setting) -> Controlled:
-    return _controlled(setting, "own-logits")
-
-
-def _controlled(setting: Setting, kind: str) -> Controlled:
-    """Of the very memory that `knn` is asked with, searched alike."""
-    knn, seed = prepare_knn(setting), setting.seed
-    memory = control(knn.memory, kind, setting.model, seed=seed)
-    config = knn.config and replace(memory.routing, index=knn.config.index)
-    return Controlled(memory, config, f"knn-{kind}", kind, seed)
+    Raises:
+        ConfigError: The method has no memory, or there is no such control.
+    """
+    if not isinstance(method, KnnMoe):
+        raise ConfigError(f"{method.name!r} has no routing memory, so it has no control.")
+    memory = control(method.memory, kind, context.model, seed=context.seed)
+    config = method.config and replace(memory.routing, index=method.config.index)
+    return ControlledKnnMoe(memory, config, f"{method.name}-{kind}", kind, context.seed)

@@ -17,7 +17,7 @@ from torch import Tensor
 from knn_moe.errors import ConfigError
 from knn_moe.methods.embedding import Embedder, embedder
 from knn_moe.methods.method import Method
-from knn_moe.methods.task_context import Setting
+from knn_moe.methods.task_context import TaskContext
 from knn_moe.tasks import prompts
 from knn_moe.tasks.kinds import Choice
 from knn_moe.tasks.questions import Question, choice_ids, prompt_ids
@@ -34,7 +34,7 @@ class FewShot(Method):
     left out; without any, the question is asked as zero-shot asks it.
     """
 
-    setting: Setting = field(repr=False)
+    context: TaskContext = field(repr=False)
     embed: Embedder
     vectors: Tensor = field(repr=False)  # of the reference questions [n, d], of length 1
     shortened: int | None = None  # prompts that lost shots; None: nothing was asked yet
@@ -50,7 +50,7 @@ class FewShot(Method):
         }
 
     def reword(self, questions: Sequence[Question]) -> list[Question]:
-        kind = self.setting.data.task.kind
+        kind = self.context.data.task.kind
         asked = self.embed([kind.question(question.row) for question in questions])
         self.shortened, made = 0, []
         for question, vector in zip(questions, asked, strict=True):
@@ -63,7 +63,7 @@ class FewShot(Method):
     def _similar(self, vector: Tensor) -> list[Row]:
         """The rows to show, the most similar last. Shape: vector [d]."""
         order = torch.argsort(self.vectors @ vector, descending=True, stable=True)[:SHOTS]
-        return [self.setting.rows[place] for place in reversed(order.tolist())]
+        return [self.context.rows[place] for place in reversed(order.tolist())]
 
     def _fitting(self, question: Question, shots: Sequence[Row]) -> tuple[Question, int]:
         """With as many of the last shots as fit, and how many these are."""
@@ -76,8 +76,8 @@ class FewShot(Method):
 
     def _with(self, question: Question, shots: Sequence[Row]) -> Question:
         """The question behind its shots: other token ids, and nothing else."""
-        kind, tokenizer = self.setting.data.task.kind, self.setting.tokenizer
-        if self.setting.scoring == LIKELIHOOD:
+        kind, tokenizer = self.context.data.task.kind, self.context.tokenizer
+        if self.context.scoring == LIKELIHOOD:
             options = kind.options(question.row)
             context = cloze_prompt(kind, shots, options.context)
             found = choice_ids(tokenizer, replace(options, context=context))
@@ -88,12 +88,12 @@ class FewShot(Method):
 
     def _room(self) -> float:
         """Tokens a prompt may have: what the model reads, less what it is to write."""
-        config: Any = getattr(self.setting.model, "config", None)
+        config: Any = getattr(self.context.model, "config", None)
         most = getattr(config, "max_position_embeddings", None)
         if not most:
             return float("inf")
-        written = self.setting.data.task.kind.max_new_tokens
-        return float(most - (written if self.setting.scoring == GENERATION else 0))
+        written = self.context.data.task.kind.max_new_tokens
+        return float(most - (written if self.context.scoring == GENERATION else 0))
 
 
 def shown_prompt(kind: Kind, shots: Sequence[Row], row: Row) -> str:
@@ -113,13 +113,13 @@ def cloze_prompt(kind: Kind, shots: Sequence[Row], context: str) -> str:
     return "\n\n".join((*blocks, context))
 
 
-def prepare_few_shot(setting: Setting) -> FewShot:
-    task = setting.data.task
-    if setting.scoring == TEXT:
+def prepare_few_shot(context: TaskContext) -> FewShot:
+    task = context.data.task
+    if context.scoring == TEXT:
         raise ConfigError(
             f"{task.name} is text, in which nothing is asked: 5-shot is not defined for it. Leave "
             f"the method out."
         )
     embed = embedder()
-    vectors = embed([task.kind.question(row) for row in setting.rows])
-    return FewShot(setting, embed, vectors)
+    vectors = embed([task.kind.question(row) for row in context.rows])
+    return FewShot(context, embed, vectors)

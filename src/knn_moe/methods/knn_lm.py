@@ -30,10 +30,11 @@ from knn_moe.errors import ConfigError, ReferenceSetError, UnsupportedModelError
 from knn_moe.index import IndexConfig, KeyIndex, build_index
 from knn_moe.methods.knn_moe import prepare_knn
 from knn_moe.methods.method import Method
-from knn_moe.methods.task_context import Setting
+from knn_moe.methods.task_context import TaskContext
 from knn_moe.recall.recall import rows_of
 from knn_moe.reference.windows import ReferenceTokens, TokenBatch, make_batch, plan_batches
 from knn_moe.routers.model_state import forget_compiled_graphs, freeze, input_device, unwrap
+from knn_moe.support.progress import Progress
 
 _HELD_OUT: Final = 0.15  # of the examples, to choose by
 _KS: Final = (16, 64, 256)
@@ -127,23 +128,23 @@ class LastHidden:
         return seen
 
 
-def read_store(setting: Setting) -> Store:
+def read_store(context: TaskContext) -> Store:
     """One pass of the model alone over the reference set's tokens."""
-    model = getattr(setting.model, "_orig_mod", setting.model)
-    config = setting.build_config()
-    reference = reference_tokens(model, setting.tokenizer, setting.examples, config)
+    model = getattr(context.model, "_orig_mod", context.model)
+    config = context.build_config()
+    reference = reference_tokens(model, context.tokenizer, context.examples, config)
     source = replace(reference.provenance, key=reference.scored.nonzero().flatten())
     if not len(source):
         raise ReferenceSetError("No example of the reference set has two tokens: nothing follows.")
     forget_compiled_graphs()
     with freeze(model), torch.no_grad():
-        keys, own = _read(setting, model, reference, config.batch_tokens)
+        keys, own = _read(context, model, reference, config.batch_tokens)
     values = source.stream[source.key + 1].long()
     return Store(keys, *(part.to(keys.device) for part in (values, own, source.example)))
 
 
 def _read(
-    setting: Setting, model: nn.Module, reference: ReferenceTokens, batch_tokens: int
+    context: TaskContext, model: nn.Module, reference: ReferenceTokens, batch_tokens: int
 ) -> tuple[Tensor, Tensor]:
     """Keys [M, d] and likelihoods [M] of all tokens with a next one, in the reference's order."""
     hidden, device = LastHidden(model), input_device(model)
@@ -161,7 +162,7 @@ def _read(
             keys = read.new_empty(len(own), read.shape[-1]) if keys is None else keys
             keys[rows.to(keys.device)] = read
             done += int(batch.real.sum())
-            setting.on_progress(done, total, "read")
+            context.on_progress(Progress("reading the reference set", done, total))
     finally:
         hidden.handle.remove()
     if keys is None:
@@ -200,7 +201,7 @@ def held_apart(store: Store, seed: int) -> tuple[Store, Store]:
 def choose(store: Store, config: KnnLmConfig, seed: int) -> tuple[KnnLmConfig, dict[str, Any]]:
     """K, λ and T for what comes next in examples the store has not seen, and how good they are.
 
-    One search with the largest K serves every setting that is tried.
+    One search with the largest K serves every context that is tried.
     """
     asked, rest = held_apart(store, seed)
     ks = sorted({min(k, len(rest)) for k in ((config.k,) if config.k else _KS)})
@@ -266,7 +267,7 @@ class KnnLmHead:
         return mix_next(logits, distance, tokens, self.weight, self.temperature)
 
     @contextmanager
-    def on(self, model: nn.Module) -> Iterator[None]:
+    def apply_to(self, model: nn.Module) -> Iterator[None]:
         """Until the context is left. A loss the model computes itself stays that of its own."""
         hidden = LastHidden(model)
 
@@ -301,9 +302,9 @@ class KnnLm(Method):
         facts = {"cases": len(self.neighbours.values), **asdict(self.config)}
         return facts | ({"held_out": dict(self.held_out)} if self.held_out else {})
 
-    def on(self, model: nn.Module) -> AbstractContextManager[Any]:
+    def apply_to(self, model: nn.Module) -> AbstractContextManager[Any]:
         head = KnnLmHead(self.neighbours, self.config)
-        return head.on(model) if head.weight else nullcontext()
+        return head.apply_to(model) if head.weight else nullcontext()
 
 
 @dataclass(frozen=True)
@@ -317,30 +318,30 @@ class Together(Method):
         return {part.name: dict(part.facts()) for part in self.parts}
 
     @contextmanager
-    def on(self, model: nn.Module) -> Iterator[None]:
+    def apply_to(self, model: nn.Module) -> Iterator[None]:
         with ExitStack() as stack:
             for part in self.parts:
-                stack.enter_context(part.on(model))
+                stack.enter_context(part.apply_to(model))
             yield
 
 
-def prepare_knn_lm(setting: Setting, config: KnnLmConfig | None = None) -> KnnLm:
+def prepare_knn_lm(context: TaskContext, config: KnnLmConfig | None = None) -> KnnLm:
     """A store of the whole reference; K, λ and T as given, or chosen on a part of it."""
-    store = setting.made("knn-lm-store", lambda: read_store(setting))
-    config = config or KnnLmConfig(index=setting.index or IndexConfig())
+    store = context.cached("knn-lm-store", lambda: read_store(context))
+    config = config or KnnLmConfig(index=context.index or IndexConfig())
     held_out = None
     if None in (config.k, config.weight, config.temperature):
         asked = config
-        config, held_out = setting.made(
-            f"knn-lm {asked}", lambda: choose(store, asked, setting.seed)
+        config, held_out = context.cached(
+            f"knn-lm {asked}", lambda: choose(store, asked, context.seed)
         )
     return KnnLm(store.searched_by(config.index), config, held_out)
 
 
-def prepare_both(setting: Setting) -> Together:
+def prepare_both(context: TaskContext) -> Together:
     """A routing memory, and the kNN-LM head of the model alone.
 
     The store's keys, K, λ and T are those of kNN-LM alone: with the memory on, every reference
     token would find itself in it, and its hidden state would be like no other token's.
     """
-    return Together((prepare_knn(setting), prepare_knn_lm(setting)), "knn+knn-lm")
+    return Together((prepare_knn(context), prepare_knn_lm(context)), "knn+knn-lm")

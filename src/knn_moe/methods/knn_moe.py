@@ -19,8 +19,9 @@ from knn_moe.inference.attach import attach, check_belongs
 from knn_moe.memory.files import CONFIG_FILE
 from knn_moe.memory.memory import RoutingMemory
 from knn_moe.methods.method import Method
-from knn_moe.methods.task_context import Setting
+from knn_moe.methods.task_context import TaskContext
 from knn_moe.support.files import write_whole
+from knn_moe.support.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -41,78 +42,78 @@ class KnnMoe(Method):
             "routing": config.to_dict(),
         }
 
-    def on(self, model: nn.Module) -> AbstractContextManager[Any]:
+    def apply_to(self, model: nn.Module) -> AbstractContextManager[Any]:
         return attach(model, self.memory, self.config)
 
 
-def prepare_knn(setting: Setting) -> KnnMoe:
-    memory = routing_memory(setting)
-    index = setting.index
+def prepare_knn(context: TaskContext) -> KnnMoe:
+    memory = routing_memory(context)
+    index = context.index
     return KnnMoe(memory, replace(memory.routing, index=index) if index else None)
 
 
-def prepare_paper(setting: Setting) -> KnnMoe:
-    """The paper's own setting, one small step and one neighbour: a memory of its own."""
-    return KnnMoe(routing_memory(setting, "paper"), name="knn-paper")
+def prepare_paper(context: TaskContext) -> KnnMoe:
+    """The paper's own context, one small step and one neighbour: a memory of its own."""
+    return KnnMoe(routing_memory(context, "paper"), name="knn-paper")
 
 
-def prepare_ivfpq(setting: Setting) -> KnnMoe:
+def prepare_ivfpq(context: TaskContext) -> KnnMoe:
     """The paper's compressed variant: 8-bit codes, 32 probed lists, an eighth of the dimension."""
-    memory = routing_memory(setting)
+    memory = routing_memory(context)
     config = replace(memory.routing, index=IndexConfig(kind="ivfpq"))
     return KnnMoe(memory, config, "knn-ivfpq")
 
 
-def routing_memory(setting: Setting, preset: str | None = None) -> RoutingMemory:
+def routing_memory(context: TaskContext, preset: str | None = None) -> RoutingMemory:
     """The memory given, or one of the reference set, for all methods that want one; by a preset
     that is named, always one of the reference set."""
-    if setting.memory is not None and preset is None:
-        return setting.memory
-    preset = preset or setting.preset
-    return setting.made(f"memory-{preset}", lambda: _kept(setting, preset))
+    if context.memory is not None and preset is None:
+        return context.memory
+    preset = preset or context.preset
+    return context.cached(f"memory-{preset}", lambda: _kept(context, preset))
 
 
-def _kept(setting: Setting, preset: str) -> RoutingMemory:
-    """Kept in the setting's folder, and found there again; of a secret task nothing is kept."""
-    if setting.folder is None or setting.data.task.secret:
-        return _build(setting, preset, None)[0]
-    count = f"{len(setting.examples)}-of-seed-{setting.seed}"
-    folder = setting.folder / f"memory-{setting.scoring}-{preset}-{count}"
+def _kept(context: TaskContext, preset: str) -> RoutingMemory:
+    """Kept in the context's folder, and found there again; of a secret task nothing is kept."""
+    if context.folder is None or context.data.task.secret:
+        return _build(context, preset, None)[0]
+    count = f"{len(context.examples)}-of-seed-{context.seed}"
+    folder = context.folder / f"memory-{context.scoring}-{preset}-{count}"
     clock = folder.with_name(f"seconds-of-{folder.name}")
     if clock.is_file() and (folder / CONFIG_FILE).is_file():
         memory = RoutingMemory.from_pretrained(folder)
-        if _is_of(memory, setting, preset):
-            setting.borrowed += float(clock.read_text(encoding="utf8"))
+        if _is_of(memory, context, preset):
+            context.shared_seconds += float(clock.read_text(encoding="utf8"))
             return memory
-    memory, seconds = _build(setting, preset, folder)
+    memory, seconds = _build(context, preset, folder)
     write_whole(clock, f"{seconds:.2f}")
     return memory
 
 
-def _is_of(memory: RoutingMemory, setting: Setting, preset: str) -> bool:
+def _is_of(memory: RoutingMemory, context: TaskContext, preset: str) -> bool:
     """Whether it is what would be built now."""
-    config = setting.build_config(preset=preset)
-    check_belongs(setting.model, memory)
-    tokens = reference_tokens(setting.model, setting.tokenizer, setting.examples, config)
+    config = context.build_config(preset=preset)
+    check_belongs(context.model, memory)
+    tokens = reference_tokens(context.model, context.tokenizer, context.examples, config)
     same = torch.equal(memory.provenance.stream, tokens.provenance.stream)
     return same and memory.build == config
 
 
-def _build(setting: Setting, preset: str, folder: Path | None) -> tuple[RoutingMemory, float]:
+def _build(context: TaskContext, preset: str, folder: Path | None) -> tuple[RoutingMemory, float]:
     """And its seconds: of a build that was killed and goes on, as if it had not been."""
     share = 1.0
 
     def show(progress: BuildProgress) -> None:
         nonlocal share
         share = 1 - progress.resumed_tokens / max(progress.total_tokens, 1)
-        setting.on_progress(progress.tokens, progress.total_tokens, progress.stage)
+        context.on_progress(Progress(progress.stage, progress.tokens, progress.total_tokens))
 
     started = time.perf_counter()
     memory = build_memory(
-        setting.model,
-        setting.tokenizer,
-        setting.examples,
-        setting.build_config(preset=preset),
+        context.model,
+        context.tokenizer,
+        context.examples,
+        context.build_config(preset=preset),
         folder=folder,
         on_progress=show,
     )

@@ -1,8 +1,7 @@
-"""What is compared: a way to answer, put on a model for a while.
+"""What is compared: a way to answer questions with a model.
 
-Most methods change the model until they are taken off again; some ask in other words; some do
-something of their own for each batch. Knows questions and how batches are answered; nothing of
-files.
+Most methods change the model while they are applied; some reword the questions; some do work of
+their own for each batch. This module knows questions and how batches are answered, but no files.
 """
 
 from __future__ import annotations
@@ -18,27 +17,32 @@ from knn_moe.tasks.questions import Question
 
 
 class Method:
-    """The model alone, unless a subclass does more. Every method leaves the model as it was."""
+    """The model alone; subclasses do more. Every method leaves the model as it was."""
 
     name: str = "zero-shot"
 
     def facts(self) -> Mapping[str, Any]:
-        """What a reader of the results must know, as JSON takes it."""
+        """Return what a reader of the results must know, for JSON."""
         return {}
 
-    def on(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Put it on a model until the context is left."""
+    def apply_to(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return a context manager that changes `model` until it is left."""
         return nullcontext()
 
     def reword(self, questions: Sequence[Question]) -> list[Question]:
-        """The same questions, perhaps in a prompt of its own; ids and hashes stay."""
+        """Return the same questions, possibly with other prompts; ids and hashes stay."""
         return list(questions)
 
-    def answering(
+    def make_answer(
         self, model: nn.Module, answer: Answer, batches: Sequence[Sequence[Question]]
     ) -> Answer:
-        """How a batch is answered, inside `on`. `answer` asks the model as it then is; `batches`
-        are all there will be, for a method that must see them before it begins."""
+        """Return the function that answers a batch, to be called inside `apply_to`.
+
+        Args:
+            model: The model that answers.
+            answer: Asks the model in its present state.
+            batches: All batches there will be, for a method that must see them before it begins.
+        """
         return answer
 
 
@@ -46,5 +50,6 @@ class ZeroShot(Method):
     """The model alone."""
 
 
-def prepare_zero_shot(setting: object) -> ZeroShot:
+def prepare_zero_shot(context: object) -> ZeroShot:
+    """Return the model alone."""
     return ZeroShot()

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from knn_moe.errors import ConfigError, RouterNotCalledError
 from knn_moe.methods.method import Method
-from knn_moe.methods.task_context import Setting
+from knn_moe.methods.task_context import TaskContext
 from knn_moe.routers.find import Router, find_routers
 from knn_moe.routers.grouped_experts import use_grouped_experts
 from knn_moe.routers.intercept import RouterHook
@@ -150,7 +150,7 @@ class RouterBias(Method):
     def facts(self) -> Mapping[str, Any]:
         return asdict(self.config)
 
-    def answering(
+    def make_answer(
         self, model: nn.Module, answer: Answer, batches: Sequence[Sequence[Question]]
     ) -> Answer:
         """Fitted a batch at a time, answered one by one: routers cannot tell whose row they see."""
@@ -176,5 +176,5 @@ class RouterBias(Method):
         return question.ids[: len(question.ids) // 2] if self.halves else question.ids
 
 
-def prepare_router_bias(setting: Setting) -> RouterBias:
-    return RouterBias(halves=setting.scoring == TEXT)
+def prepare_router_bias(context: TaskContext) -> RouterBias:
+    return RouterBias(halves=context.scoring == TEXT)

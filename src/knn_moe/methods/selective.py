@@ -17,7 +17,7 @@ from knn_moe.config import ENTROPY
 from knn_moe.inference.attach import check_belongs
 from knn_moe.methods.knn_moe import KnnMoe, prepare_knn
 from knn_moe.methods.method import Method
-from knn_moe.methods.task_context import Setting
+from knn_moe.methods.task_context import TaskContext
 from knn_moe.tasks.answers import Answer
 from knn_moe.tasks.questions import Question
 from knn_moe.tasks.sample import Sample
@@ -45,18 +45,18 @@ class Selective(Method):
         }
 
     @contextmanager
-    def on(self, model: nn.Module) -> Iterator[None]:
+    def apply_to(self, model: nn.Module) -> Iterator[None]:
         """The memory comes on when the model alone is done, and off at the end."""
         check_belongs(model, self.knn.memory)
         with ExitStack() as self._later:
             yield
 
-    def answering(
+    def make_answer(
         self, model: nn.Module, answer: Answer, batches: Sequence[Sequence[Question]]
     ) -> Answer:
         alone = [answer(batch, number) for number, batch in enumerate(batches)]
         easy = lowest_third([sample for samples in alone for sample in samples])
-        self._later.enter_context(self.knn.on(model))
+        self._later.enter_context(self.knn.apply_to(model))
 
         def chosen(batch: Sequence[Question], number: int) -> list[Sample]:
             if all(sample.id in easy for sample in alone[number]):
@@ -79,12 +79,12 @@ def lowest_third(samples: Sequence[Sample]) -> set[str]:
     return {sample.id for sample in ordered[: math.ceil(len(ordered) / 3)]}
 
 
-def prepare_selective(setting: Setting) -> Selective:
-    return Selective(prepare_knn(setting))
+def prepare_selective(context: TaskContext) -> Selective:
+    return Selective(prepare_knn(context))
 
 
-def prepare_gated(setting: Setting) -> KnnMoe:
+def prepare_gated(context: TaskContext) -> KnnMoe:
     """Token by token, by the router's own entropy: no pass more, and no test set seen before."""
-    knn = prepare_knn(setting)
+    knn = prepare_knn(context)
     routing = knn.config or knn.memory.routing
     return replace(knn, config=replace(routing, gate=ENTROPY), name="knn-gated")

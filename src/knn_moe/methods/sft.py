@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from knn_moe.errors import ModelError
 from knn_moe.methods.method import Method
-from knn_moe.methods.task_context import Setting
+from knn_moe.methods.task_context import TaskContext
 from knn_moe.methods.training_loop import (
     IGNORED,
     Changes,
@@ -38,6 +38,7 @@ from knn_moe.methods.tuning import adapters, has_trl, require_trl, train_with_tr
 from knn_moe.routers.find import find_routers
 from knn_moe.routers.grouped_experts import use_grouped_experts
 from knn_moe.routers.model_state import freeze, input_device
+from knn_moe.support.progress import OnProgress, Progress
 
 # Around what is best for models of a few million parameters; large ones want less, and the search
 # goes on to there.
@@ -59,7 +60,7 @@ class Tuned(Method):
     def facts(self) -> Mapping[str, Any]:
         return self.learned
 
-    def on(self, model: nn.Module) -> AbstractContextManager[Any]:
+    def apply_to(self, model: nn.Module) -> AbstractContextManager[Any]:
         return changed(model, self.changes)
 
 
@@ -79,17 +80,17 @@ def changed(model: nn.Module, changes: Changes) -> Iterator[None]:
             parameter.data = before[name]
 
 
-def prepare_sft(setting: Setting, config: TuneConfig | None = None) -> Tuned:
+def prepare_sft(context: TaskContext, config: TuneConfig | None = None) -> Tuned:
     """LoRA on every linear map, experts and routers included."""
     config = config or TuneConfig()
-    return _prepare("sft", setting, config, adapters, config.learning_rates or LORA_RATES)
+    return _prepare("sft", context, config, adapters, config.learning_rates or LORA_RATES)
 
 
-def prepare_router_sft(setting: Setting, config: TuneConfig | None = None) -> Tuned:
+def prepare_router_sft(context: TaskContext, config: TuneConfig | None = None) -> Tuned:
     """The routers' own weights, and nothing else."""
     config = config or TuneConfig()
     rates = config.learning_rates or ROUTER_RATES
-    return _prepare("sft-router", setting, config, router_weights, rates)
+    return _prepare("sft-router", context, config, router_weights, rates)
 
 
 @dataclass(frozen=True)
@@ -167,15 +168,15 @@ def _beyond(rates: list[float], best: float) -> float | None:
 
 
 def _prepare(
-    name: str, setting: Setting, config: TuneConfig, opens: Opens, rates: tuple[float, ...]
+    name: str, context: TaskContext, config: TuneConfig, opens: Opens, rates: tuple[float, ...]
 ) -> Tuned:
     trainer = config.trainer or ("trl" if has_trl() else "plain")
     if trainer == "trl":
         require_trl()
-    seed = setting.seed if config.seed is None else config.seed
-    model = getattr(setting.model, "_orig_mod", setting.model)
-    split = split_reference(setting, config.validation, seed)
-    progress = _Progress(setting.on_progress, len(rates))
+    seed = context.seed if config.seed is None else config.seed
+    model = getattr(context.model, "_orig_mod", context.model)
+    split = split_reference(context, config.validation, seed)
+    progress = _Progress(context.on_progress, len(rates))
 
     def train(rate: float) -> Trial:
         torch.manual_seed(seed)
@@ -183,7 +184,7 @@ def _prepare(
             course = Course(trainable, split, rate, config, seed, progress.step)
             progress.begin(rate, course.steps)
             if trainer == "trl":
-                train_with_trl(course, setting.tokenizer)
+                train_with_trl(course, context.tokenizer)
             else:
                 train_plainly(course)
             count = sum(parameter.numel() for parameter in trainable.parameters)
@@ -232,7 +233,7 @@ def _sizes(split: Split) -> dict[str, int]:
 class _Progress:
     """Steps of all learning rates, told to whoever shows them."""
 
-    def __init__(self, send: Callable[[int, int, str], None], rates: int) -> None:
+    def __init__(self, send: OnProgress, rates: int) -> None:
         self.send = send
         self.expected, self.begun = rates, 0
         self.done = self.total = 0
@@ -245,7 +246,7 @@ class _Progress:
 
     def step(self, epoch: int) -> None:
         self.done += 1
-        self.send(self.done, self.total, f"lr {self.rate:g}, epoch {epoch}")
+        self.send(Progress(f"lr {self.rate:g}, epoch {epoch}", self.done, self.total))
 
 
 @contextmanager

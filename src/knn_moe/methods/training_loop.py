@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from knn_moe.build.build import reference_tokens
 from knn_moe.errors import ConfigError, ReferenceSetError
-from knn_moe.methods.task_context import Setting
+from knn_moe.methods.task_context import TaskContext
 from knn_moe.routers.model_state import input_device
 
 IGNORED: Final = -100  # a label that does not count
@@ -44,7 +44,7 @@ class TuneConfig:
     weight_decay: float = 0.01
     clip: float = 1.0  # of the gradient's norm
     validation: float = 0.15  # share of the reference set
-    seed: int | None = None  # None: the setting's
+    seed: int | None = None  # None: the context's
     trainer: str | None = None  # "trl" or "plain". None: TRL where it is installed
 
     def __post_init__(self) -> None:
@@ -77,9 +77,9 @@ class Split:
     valid: list[Window]
 
 
-def split_reference(setting: Setting, share: float, seed: int) -> Split:
+def split_reference(context: TaskContext, share: float, seed: int) -> Split:
     """All windows of an example are on the same side: the rest of a text gives it away."""
-    examples = reference_windows(setting)
+    examples = reference_windows(context)
     if len(examples) < 2:
         raise ReferenceSetError(
             f"Fine-tuning needs 2 examples with an answer, one to validate; there are "
@@ -94,11 +94,11 @@ def split_reference(setting: Setting, share: float, seed: int) -> Split:
     )
 
 
-def reference_windows(setting: Setting) -> list[list[Window]]:
+def reference_windows(context: TaskContext) -> list[list[Window]]:
     """By example, tokenised as a memory's are; the loss counts on completions, which a plain text
     is from its second token on. Windows and examples on which nothing counts are left out."""
-    config = setting.build_config(tokens="completion")
-    tokens = reference_tokens(setting.model, setting.tokenizer, setting.examples, config)
+    config = context.build_config(tokens="completion")
+    tokens = reference_tokens(context.model, context.tokenizer, context.examples, config)
     made: dict[int, list[Window]] = {}
     owners = tokens.provenance.example_of_window.tolist()
     for owner, (start, size, *_) in zip(owners, tokens.bounds, strict=True):

@@ -143,7 +143,7 @@ def _speeds(study: Study, model: str, task: str) -> dict[str, float]:
 
 def _attached(study: Study, model: str, task: str) -> Iterator[tuple[float, str, RoutingMemory]]:
     for share in study.plan.sizes:
-        memory = routing_memory(study.setting(model, task, share))
+        memory = routing_memory(study.context(model, task, share))
         for kind in INDEXES:
             if kind not in FAISS or METHODS["knn-ivfpq"].installed:
                 yield share, kind, memory

@@ -106,7 +106,7 @@ def _make_runs(study: Study, names: Sequence[str]) -> None:
     units.sort(key=lambda unit: study.length(unit[1]), reverse=True)
     threads = max(1, torch.get_num_threads() // study.jobs)
     with ProcessPoolExecutor(study.jobs, get_context("spawn"), _begin, (threads,)) as pool:
-        bare = replace(study, on_step=_silent, _loaded={}, _data={}, _settings={})
+        bare = replace(study, on_step=_silent, _loaded={}, _data={}, _contexts={})
         waiting = [pool.submit(_make_unit, bare, unit, names) for unit in units]
         for count, done in enumerate(as_completed(waiting), start=1):
             done.result()

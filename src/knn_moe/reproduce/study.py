@@ -24,7 +24,7 @@ from knn_moe.evaluation.evaluate import EvalConfig, evaluate
 from knn_moe.evaluation.store import Run, finished_run
 from knn_moe.inference.expert_usage import router_load
 from knn_moe.memory.manifest import library_versions
-from knn_moe.methods import METHODS, Method, Prepared, Setting, prepare
+from knn_moe.methods import METHODS, Method, PreparedMethod, TaskContext, prepare
 from knn_moe.reproduce.plan import Plan
 from knn_moe.support.files import write_whole
 from knn_moe.tasks import open_task
@@ -54,7 +54,7 @@ class Study:
     whole: Plan | None = None  # of which `plan` is a part
     _loaded: dict[str, tuple[Any, Any]] = field(default_factory=dict, repr=False)
     _data: dict[str, TaskData] = field(default_factory=dict, repr=False)
-    _settings: dict[tuple[Any, ...], Setting] = field(default_factory=dict, repr=False)
+    _contexts: dict[tuple[Any, ...], TaskContext] = field(default_factory=dict, repr=False)
 
     def check(self) -> None:
         """Refuse what could not be done, before anything is: tasks and names; a folder that holds
@@ -141,7 +141,7 @@ class Study:
         """One model at a time: some fill the device."""
         if name not in self._loaded:
             self._loaded.clear()
-            self._settings.clear()
+            self._contexts.clear()
             gc.collect()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -149,15 +149,15 @@ class Study:
             self._claim()
         return self._loaded[name]
 
-    def setting(self, model: str, task: str, share: float = 1.0) -> Setting:
+    def context(self, model: str, task: str, share: float = 1.0) -> TaskContext:
         """Of a share of the reference rows. Methods of one setting share what they prepare."""
         network, tokenizer = self.model(model)
         key = model, task, share
-        if key not in self._settings:
+        if key not in self._contexts:
             rows = len(self.data(task).reference)
             asked = min(self.plan.reference or rows, rows)
             what = f"{model}, {task}: preparing"
-            self._settings[key] = Setting(
+            self._contexts[key] = TaskContext(
                 network,
                 tokenizer,
                 self.data(task),
@@ -167,16 +167,16 @@ class Study:
                 batch_size=self.plan.batch_size,
                 preset=self.plan.preset,
                 folder=self.place(model, task),
-                on_progress=lambda done, total, note: self.on_step(what, done, total),
+                on_progress=lambda step: self.on_step(what, step.done, step.total),
             )
-        return self._settings[key]
+        return self._contexts[key]
 
     def run(self, model: str, task: str, method: str) -> Run:
         """A method of the registry on a task, with the whole reference set."""
-        return self.variant(model, task, method, lambda: prepare(method, self.setting(model, task)))
+        return self.variant(model, task, method, lambda: prepare(method, self.context(model, task)))
 
     def variant(
-        self, model: str, task: str, name: str, make: Callable[[], Method | Prepared]
+        self, model: str, task: str, name: str, make: Callable[[], Method | PreparedMethod]
     ) -> Run:
         """Whatever `make` makes, run under a name of its own; not made if the run is there."""
         folder = self.place(model, task) / name

@@ -18,7 +18,7 @@ from knn_moe.evaluation.store import Run
 from knn_moe.inference.attach import attach
 from knn_moe.inference.expert_usage import similarity_share
 from knn_moe.memory.memory import RoutingMemory
-from knn_moe.methods import METHODS, KnnMoe, Method, Prepared, Setting
+from knn_moe.methods import METHODS, KnnMoe, Method, PreparedMethod, TaskContext
 from knn_moe.methods.knn_moe import routing_memory
 from knn_moe.reproduce.results import (
     BASE,
@@ -64,7 +64,7 @@ def sized(study: Study, model: str, task: str, preset: str, share: float) -> Run
         return _plain(study, model, task, preset)
 
     def make() -> KnnMoe:
-        return KnnMoe(routing_memory(study.setting(model, task, share), preset))
+        return KnnMoe(routing_memory(study.context(model, task, share), preset))
 
     return study.variant(model, task, f"knn-{preset}-{share:g}", make)
 
@@ -79,7 +79,7 @@ def _plain(study: Study, model: str, task: str, preset: str) -> Run:
 
 
 def _knn(study: Study, model: str, task: str, preset: str, **changes: Any) -> KnnMoe:
-    memory = routing_memory(study.setting(model, task), preset)
+    memory = routing_memory(study.context(model, task), preset)
     return KnnMoe(memory, replace(memory.routing, **changes))
 
 
@@ -123,8 +123,8 @@ def steps(study: Study) -> Table:
     def at(count: int) -> Varied:
         def run(model: str, task: str, preset: str) -> Run:
             def make() -> KnnMoe:
-                setting = study.setting(model, task, study.plan.steps_share)
-                return KnnMoe(_with_steps(setting, preset, count))
+                context = study.context(model, task, study.plan.steps_share)
+                return KnnMoe(_with_steps(context, preset, count))
 
             return study.variant(model, task, f"knn-{preset}-steps-{count}", make)
 
@@ -135,13 +135,13 @@ def steps(study: Study) -> Table:
     return replace(table, notes=(*table.notes, note))
 
 
-def _with_steps(setting: Setting, preset: str, count: int) -> RoutingMemory:
-    config = setting.build_config(preset=preset, steps=count)
-    return build_memory(setting.model, setting.tokenizer, setting.examples, config)
+def _with_steps(context: TaskContext, preset: str, count: int) -> RoutingMemory:
+    config = context.build_config(preset=preset, steps=count)
+    return build_memory(context.model, context.tokenizer, context.examples, config)
 
 
 def _sweep(study: Study, said: tuple[str, str, str], settings: Mapping[str, Varied]) -> Table:
-    """A row for each setting, a column for each model and preset; accuracy of questions, and the
+    """A row for each value, a column for each model and preset; accuracy of questions, and the
     change of the loss a token of text."""
     name, title, varied = said
     plan = study.plan
@@ -214,13 +214,13 @@ def top1_share(study: Study) -> Table:
 
 
 def _share(study: Study, model: str, task: str, preset: str) -> float:
-    setting = study.setting(model, task)
-    memory = routing_memory(setting, preset)
-    asked = ask(setting.tokenizer, study.data(task), study.config(task))
+    context = study.context(model, task)
+    memory = routing_memory(context, preset)
+    asked = ask(context.tokenizer, study.data(task), study.config(task))
     total = weight = 0.0
-    with attach(setting.model, memory, replace(memory.routing, k=SHARE_OF)) as routing:
+    with attach(context.model, memory, replace(memory.routing, k=SHARE_OF)) as routing:
         for question in asked.questions:
-            part = similarity_share(setting.model, routing, torch.tensor([question.ids]))
+            part = similarity_share(context.model, routing, torch.tensor([question.ids]))
             total += part.overall * part.tokens
             weight += part.tokens
     return total / weight
@@ -269,10 +269,10 @@ def _seeded(study: Study, model: str, task: str, method: str, seed: int) -> Run:
 
 def _tuned(
     study: Study, model: str, task: str, method: str, seed: int, rate: float
-) -> Method | Prepared:
+) -> Method | PreparedMethod:
     from knn_moe.methods.sft import prepare_router_sft, prepare_sft
     from knn_moe.methods.training_loop import TuneConfig
 
     config = TuneConfig(seed=seed, learning_rates=(rate,))
     prepare = prepare_sft if method == "sft" else prepare_router_sft
-    return prepare(study.setting(model, task), config)
+    return prepare(study.context(model, task), config)
