@@ -17,7 +17,7 @@ from transformers import (
 from helpers.slow_reference import ReferenceLayer, build_reference, run_reference
 from knn_moe import BuildConfig, RoutingConfig, RoutingMemory, attach, build_memory, find_routers
 from knn_moe.equations.mixing import propose_logits
-from knn_moe.recall.recall import Kernel, LayerRecall
+from knn_moe.recall.recall import LayerRecall, Widths
 from knn_moe.routers.intercept import RouterHook
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
@@ -138,7 +138,7 @@ def test_every_intermediate(
     for router in find_routers(trained):
         layer = memory.layers[router.layer]
         recall = LayerRecall(
-            layer, Kernel.single(layer.gamma), RoutingConfig(k=k), torch.device("cpu")
+            layer, Widths.single(layer.gamma), RoutingConfig(k=k), torch.device("cpu")
         )
 
         def mix(

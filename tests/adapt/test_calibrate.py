@@ -44,11 +44,11 @@ from knn_moe.errors import (
     MemoryFormatError,
     MemoryMismatchError,
 )
-from knn_moe.inference.gate import own_logits
 from knn_moe.memory.compressed import CompressedLayer
 from knn_moe.memory.gamma import Gammas
 from knn_moe.recall.recall import Widths
 from knn_moe.reference.provenance import owners
+from knn_moe.routers.own_logits import compute_own_logits
 
 
 def test_what_is_found_helps_on_text_that_nobody_has_seen(
@@ -99,7 +99,7 @@ def test_a_memory_that_misleads_keeps_silent(
     layers = {}
     for router in find_routers(model):
         layer = memory.full_layers()[router.layer]
-        own = own_logits(router, layer.keys).detach()
+        own = compute_own_logits(router, layer.keys)
         layers[router.layer] = replace(layer, values=2 * own - layer.values)
     silent = calibrate(model, replace(memory, layers=layers, folder=None), config=QUICK)
     assert not silent.helps

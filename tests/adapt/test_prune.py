@@ -39,12 +39,12 @@ from knn_moe.errors import (
     PruningError,
 )
 from knn_moe.index import leave_one_out as others
-from knn_moe.inference.gate import own_logits
 from knn_moe.recall.recall import layer_gammas, layer_widths
 from knn_moe.reference.provenance import owners
 from knn_moe.reference.windows import TokenBatch
 from knn_moe.routers.intercept import RouterHook
 from knn_moe.routers.model_state import install_hooks
+from knn_moe.routers.own_logits import compute_own_logits
 
 CPU = torch.device("cpu")
 
@@ -183,7 +183,7 @@ def test_the_router_can_be_told_from_its_memory(
         layer = still.full_layers()[router.layer]
         fitted = FittedRouter(layer, CPU).logits(layer.keys)
         torch.testing.assert_close(
-            fitted, own_logits(router, layer.keys).detach(), atol=1e-3, rtol=1e-3
+            fitted, compute_own_logits(router, layer.keys), atol=1e-3, rtol=1e-3
         )
 
 

@@ -28,12 +28,13 @@ from knn_moe import (
 from knn_moe.errors import ConfigError
 from knn_moe.index.fast import launch
 from knn_moe.inference.attach import Routing
-from knn_moe.inference.gate import Gate, entropy, entropy_threshold, own_logits
+from knn_moe.inference.gate import Gate, entropy, entropy_threshold
 from knn_moe.memory.files import _digest
 from knn_moe.memory.memory import LayerMemory
 from knn_moe.recall.recall import RouterCall
 from knn_moe.routers.find import Router
 from knn_moe.routers.intercept import RouterHook
+from knn_moe.routers.own_logits import compute_own_logits
 from knn_moe.support.embedded_models import embedded_model
 
 READ = [
@@ -199,7 +200,7 @@ def test_own_logits_are_those_of_a_run(entry: Family, prompt: Tensor) -> None:
             handle.remove()
         for hook in hooks:
             for inputs, logits in hook.seen:
-                torch.testing.assert_close(own_logits(hook.router, inputs), logits)
+                torch.testing.assert_close(compute_own_logits(hook.router, inputs), logits)
     assert all(hook.seen for hook in hooks)
 
 
@@ -208,7 +209,7 @@ def test_of_many_cases_some_are_measured(model: PreTrainedModel) -> None:
     keys = torch.randn(5000, router.hidden_size)
     values = torch.zeros(5000, router.num_experts)
     some = keys[[place * 5000 // 4096 for place in range(4096)]]
-    expected = entropy(own_logits(router, some)).sort().values[round(0.25 * 4096) - 1]
+    expected = entropy(compute_own_logits(router, some)).sort().values[round(0.25 * 4096) - 1]
     found = entropy_threshold(router, LayerMemory(keys, values, gamma=1.0), 0.25)
     assert found == pytest.approx(expected.item())
 

@@ -19,9 +19,9 @@ from torch import nn
 
 from knn_moe.errors import ConfigError, MemoryMismatchError
 from knn_moe.inference.attach import check_belongs
-from knn_moe.inference.gate import own_logits_of_all
 from knn_moe.memory.memory import RoutingMemory
 from knn_moe.routers.find import find_routers
+from knn_moe.routers.own_logits import compute_own_logits
 
 
 class Make(Protocol):
@@ -72,7 +72,7 @@ def own_values(memory: RoutingMemory, model: nn.Module) -> RoutingMemory:
                 f"The memory's layer {index} has no router in the model that reads its keys of "
                 f"{layer.shape.hidden_size} numbers."
             )
-        layers[index] = replace(layer, values=own_logits_of_all(router, layer.keys))
+        layers[index] = replace(layer, values=compute_own_logits(router, layer.keys))
     return replace(memory, layers=layers, folder=None)
 
 

@@ -13,25 +13,19 @@ Tensors in, tensors out, static shapes, as recall.py.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
-from typing import Any, Final
+from typing import Final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from knn_moe.config import ENTROPY, RoutingConfig
-from knn_moe.errors import ConfigError, UnsupportedModelError
+from knn_moe.errors import ConfigError
 from knn_moe.memory.compressed import CompressedLayer
 from knn_moe.memory.memory import Layer
 from knn_moe.routers.find import Router
+from knn_moe.routers.own_logits import compute_own_logits
 
 _SAMPLE: Final = 4096  # cases whose entropy is measured: all, or this many evenly spaced
-_ROWS: Final = 4096  # keys a router reads at a time
-_BY_PLACE: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 class Gate(nn.Module):
@@ -83,60 +77,5 @@ def entropy_threshold(router: Router, layer: Layer, share: float) -> float:
     if share == 1 or below == 0:
         return float("inf") if share == 1 else float("-inf")
     keys = layer.keys[torch.arange(count) * len(layer) // count]
-    measured = entropy(own_logits(router, keys.to(router.device)))
+    measured = entropy(compute_own_logits(router, keys.to(router.device)))
     return float(measured.sort().values[below - 1])
-
-
-def own_logits(router: Router, keys: Tensor) -> Tensor:
-    """The logits a router's linear map gives. Shapes: keys [n, d], what it reads → [n, N]."""
-    if router.scope is not router.module:  # its block applies the weight, and never calls it
-        bias = getattr(router.module, "bias", None)
-        return F.linear(keys.to(router.weight.dtype), router.weight, bias)
-    mode = _Through(keys)
-    nothing = torch.zeros(1, 1, router.hidden_size, device=router.device).to(router.weight.dtype)
-    wanted = inspect.signature(router.module.forward).parameters.values()
-    # What else some take, such as a bias on the choice of experts, comes after the linear map.
-    more = [None for each in wanted if each.default is each.empty and each.kind in _BY_PLACE][1:]
-    with mode, suppress(_Seen):
-        router.module.forward(nothing, *more)
-    if mode.logits is None:
-        raise UnsupportedModelError(
-            f"Router {router.name!r} computed its logits without torch.nn.functional.linear, so "
-            f"what it gives a key cannot be told: leave out gate='entropy', take another control "
-            f"than 'own-logits', or calibrate with --keep-values."
-        )
-    return mode.logits
-
-
-@torch.no_grad()
-def own_logits_of_all(router: Router, keys: Tensor) -> Tensor:
-    """The same for as many keys as there are, wherever they lie: some thousand at a time go to the
-    router, which may make copies of them. Shapes: keys [M, d] → [M, N] fp32, where the keys are."""
-    parts = (own_logits(router, part.to(router.device)) for part in keys.split(_ROWS))
-    return torch.cat([part.float().to(keys.device) for part in parts])
-
-
-class _Seen(Exception):  # noqa: N818  # no failure: it ends a forward of which enough is seen
-    pass
-
-
-class _Through(TorchFunctionMode):
-    """While active, send keys through the first linear map instead of what it is given, and stop:
-    they are what it reads, and something may come before it, such as a norm."""
-
-    def __init__(self, keys: Tensor) -> None:
-        self.keys = keys
-        self.logits: Tensor | None = None
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is not F.linear:
-            return func(*args, **kwargs)
-        self.logits = func(self.keys.to(args[0].dtype), *args[1:], **kwargs)
-        raise _Seen

@@ -23,7 +23,6 @@ from knn_moe.config import LayerRouting, RoutingConfig
 from knn_moe.errors import RouterNotCalledError
 from knn_moe.index.exact import squared_distance
 from knn_moe.index.leave_one_out import nearest_others
-from knn_moe.inference.gate import own_logits_of_all
 from knn_moe.memory.gamma import Gammas
 from knn_moe.memory.memory import LayerMemory
 from knn_moe.reference.provenance import Provenance
@@ -32,6 +31,7 @@ from knn_moe.routers.dense_gradients import dense_gradient
 from knn_moe.routers.find import Router
 from knn_moe.routers.intercept import RouterHook
 from knn_moe.routers.model_state import freeze, input_device, install_hooks
+from knn_moe.routers.own_logits import compute_own_logits
 
 _RATE: Final = 0.1  # of Adam, falling to 0
 _TOKENS: Final = 1024  # that are compared with their neighbours at a time
@@ -61,7 +61,7 @@ class Cases:
         return Cases(router, keys, values, owner, layer.gamma, ratio=ratio)
 
     def rescalable(self) -> Cases:
-        return replace(self, own=own_logits_of_all(self.router, self.keys))
+        return replace(self, own=compute_own_logits(self.router, self.keys))
 
     def nearest(self, inputs: Tensor, owner: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Of other examples: squared distances and rows [T, count]."""
