@@ -38,7 +38,7 @@ from knn_moe.errors import (
     MemoryMismatchError,
     PruningError,
 )
-from knn_moe.index import leave_one_out as others
+from knn_moe.index import leave_one_out
 from knn_moe.recall.recall import layer_gammas, layer_widths
 from knn_moe.reference.provenance import owners
 from knn_moe.reference.windows import TokenBatch
@@ -282,7 +282,7 @@ def test_no_table_of_all_cases_by_all_is_made(
         seen.append((len(x), len(keys)))
         return product(x, keys)
 
-    monkeypatch.setattr(others, "product", watched)
+    monkeypatch.setattr(leave_one_out, "product", watched)
     monkeypatch.setattr("knn_moe.index.exact._KEYS", {"cpu": 64})
     monkeypatch.setattr("knn_moe.adapt.prune.by_values._ROWS", 32)
     found = worth_by_values(layers, layers, CPU)

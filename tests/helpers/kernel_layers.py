@@ -12,12 +12,13 @@ from torch import Tensor
 
 from knn_moe.equations.mixing import confidence, mix_logits, propose_logits
 from knn_moe.equations.similarity import cosine, rbf
-from knn_moe.index import FastIndex, IndexConfig, fast
-from knn_moe.index.fast.fused import Fused
+from knn_moe.index import FastIndex, IndexConfig
+from knn_moe.index.fast import index as index_module
+from knn_moe.index.fast.fused import FusedRecall
 from knn_moe.index.fast.grid import Grid
 from knn_moe.index.fast.launch import recall
 from knn_moe.index.fast.partition import Partition
-from knn_moe.index.fast.tensors import Parts, Settings, make_parts
+from knn_moe.index.fast.tensors import KernelConfig, KernelTensors, prepare_tensors
 from knn_moe.index.fast.values import PackedValues
 from knn_moe.recall.recall import UNITS
 
@@ -73,10 +74,10 @@ class Layer:
         lists = Partition(torch.arange(len(keys), device=DEVICE), begin)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Grid, "fit", staticmethod(lambda *_: self.grid))
-            patch.setattr(fast, "partition", lambda _: lists)
+            patch.setattr(index_module, "partition", lambda _: lists)
             self.index = FastIndex.build(keys, config)
         self.values = PackedValues.of(randn(len(keys), case.experts), case.value_bits)
-        self.settings = Settings(case.k, self.index.probes, case.cosine, case.top)
+        self.config = KernelConfig(case.k, self.index.probes, case.cosine, case.top)
         self.inputs = self.points([-(-case.queries // 3)] * 3)[: case.queries]
         self.logits = randn(case.queries, case.experts).to(dtype)
         self.real = (torch.arange(case.queries) % 3 > 0).to(DEVICE) if case.padded else None
@@ -89,16 +90,16 @@ class Layer:
     def on_grid(self, points: Tensor) -> Tensor:
         return (points.to(DEVICE) * STEP + self.grid.centre).to(self.dtype)
 
-    def parts(self) -> Parts:
-        return make_parts(self.index, self.values, KERNEL)
+    def tensors(self) -> KernelTensors:
+        return prepare_tensors(self.index, self.values, KERNEL)
 
-    def fused(self) -> Fused:
-        return Fused(self.index, self.values, KERNEL, self.settings)
+    def fused(self) -> FusedRecall:
+        return FusedRecall(self.index, self.values, KERNEL, self.config)
 
     def recall(
         self, inputs: Tensor, logits: Tensor, counts: Tensor, real: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        return recall(inputs, logits, counts, real, self.parts(), self.settings)
+        return recall(inputs, logits, counts, real, self.tensors(), self.config)
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """Mixed logits and confidence, by plain torch."""

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from knn_moe.index import ExactIndex, exact
-from knn_moe.index import leave_one_out as others
+from knn_moe.index import ExactIndex, exact, leave_one_out
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CPU = torch.device("cpu")
@@ -100,7 +99,7 @@ def test_blocks_change_nothing(
     distance, rows = ExactIndex(keys).search(queries, k)
     monkeypatch.setitem(exact._KEYS, "cpu", size)
     monkeypatch.setitem(exact._QUERIES, "cpu", at_once)
-    assert len(list(exact.blocks(131, CPU, least=k))) > 2
+    assert len(list(exact.row_blocks(131, CPU, at_least=k))) > 2
     in_blocks = ExactIndex(keys).search(queries, k)
     assert torch.equal(in_blocks[0], distance)
     assert torch.equal(in_blocks[1], rows)
@@ -114,7 +113,7 @@ def test_the_last_block_may_hold_fewer_keys_than_asked_for(monkeypatch: pytest.M
 @pytest.mark.parametrize(("rows", "least"), [(0, 1), (1, 1), (10, 40), (99, 7)])
 def test_spans_cover_every_row_once(rows: int, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(exact._KEYS, "cpu", 30)
-    spans = list(exact.blocks(rows, CPU, least))
+    spans = list(exact.row_blocks(rows, CPU, least))
     assert [row for start, stop in spans for row in range(start, stop)] == list(range(rows))
     assert all(stop - start <= max(30, least) for start, stop in spans)
 
@@ -135,11 +134,11 @@ def test_an_index_is_no_part_of_a_state_dict() -> None:
 
 
 def test_two_bf16_numbers_are_nearly_one_of_fp32() -> None:
-    """What a GPU multiplies (many_products); the same arithmetic here. One coordinate is large."""
+    """What a GPU multiplies (split_dot_products); the same arithmetic here. One coordinate is large."""
     draw = torch.Generator().manual_seed(0)
     x, keys = (torch.randn(rows, 96, generator=draw) for rows in (40, 300))
     x[:, 3], keys[:, 3] = 50.0, 40.0
-    parts = others.in_halves(x, keys)
+    parts = leave_one_out.split_factors(x, keys)
     assert all(part.dtype == torch.bfloat16 for part in parts)
     true = x.double() @ keys.double().T
     found = (parts[0].double() @ parts[1].double().T - true).abs().max()
@@ -153,14 +152,16 @@ def test_nearest_others_pass_over_their_own(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against a sort of all distances, in blocks of queries and of keys; inf where none is left."""
-    monkeypatch.setattr(others, "_QUERIES", 7)
+    monkeypatch.setattr(leave_one_out, "_QUERIES", 7)
     monkeypatch.setitem(exact._KEYS, "cpu", 16)
     keys, owner = (10 + torch.randn(60, 5)).to(dtype), torch.randint(4, (60,))
     queries, asks = (10 + torch.randn(20, 5)).to(dtype), torch.randint(6, (20,))
     squared = all_distances(queries, keys)
     squared[asks[:, None] == owner] = float("inf")
     expected = squared.sort(dim=-1).values
-    found, places = others.nearest_others(queries, keys, [(asks, owner)], 50, keys.device)
+    found, places = leave_one_out.search_leaving_out(
+        queries, keys, [(asks, owner)], 50, keys.device
+    )
     torch.testing.assert_close(found.double(), expected[:, :50], rtol=1e-5, atol=1e-6)
     there = found.isfinite()
     assert not there.all()

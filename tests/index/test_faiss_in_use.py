@@ -86,8 +86,8 @@ def test_without_faiss_the_cure_is_named(
 
 def test_a_damaged_index_says_so() -> None:
     tensors = build(torch.randn(30, 8), RERANK).tensors()
-    with pytest.raises(MemoryFormatError, match=r"damaged .*build it again"):
+    with pytest.raises(MemoryFormatError, match=r"damaged .*Build it again"):
         FaissIndex.load({**tensors, "faiss": tensors["faiss"][:100]}, RERANK, CPU)
     del tensors["keys"], tensors["correction"]
-    with pytest.raises(MemoryFormatError, match="lacks correction, keys: build it again"):
+    with pytest.raises(MemoryFormatError, match="lacks correction, keys. Build it again"):
         FaissIndex.load(tensors, RERANK, CPU)

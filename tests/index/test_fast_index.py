@@ -9,8 +9,8 @@ from torch import Tensor
 from helpers.points import all_distances, clustered, split
 from knn_moe.errors import ConfigError
 from knn_moe.index import ExactIndex, FastIndex, IndexConfig, load_index
-from knn_moe.index import fast as module
-from knn_moe.index.fast.scan import BINS, decoded
+from knn_moe.index.fast import index as module
+from knn_moe.index.fast.scan import BINS, decode_codes
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -300,7 +300,7 @@ def test_a_cpu_scans_bytes(bits: int) -> None:
     """Four-bit codes are taken apart once, and stay packed where they are stored."""
     index = build(torch.randn(100, 10), bits=bits)
     assert index.scanned.dtype == torch.int8
-    assert torch.equal(index.scanned.float(), decoded(index.codes))
+    assert torch.equal(index.scanned.float(), decode_codes(index.codes))
     assert "scanned" not in index.tensors()
     assert index.codes.shape == (100, 64 * bits // 8)
 
@@ -339,11 +339,11 @@ def test_a_finder_takes_the_place_of_the_estimates() -> None:
     index = build(torch.randn(200, 8))
     asked: list[tuple[int, int]] = []
 
-    def finder(queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def kernel_search(queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
         asked.append((len(queries), k))
         return torch.zeros(len(queries), k), torch.zeros(len(queries), k, dtype=torch.int64)
 
-    index.finder = finder
+    index.kernel_search = kernel_search
     index.search(torch.randn(3, 8), 5)
     index.search(torch.randn(3, 8), module.MOST_FOUND + 1)
     assert asked == [(3, 5)]

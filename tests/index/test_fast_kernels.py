@@ -27,11 +27,11 @@ from knn_moe.equations.mixing import confidence, mix_logits, propose_logits
 from knn_moe.equations.similarity import rbf
 from knn_moe.index import FastIndex, IndexConfig
 from knn_moe.index.fast import fused, launch
-from knn_moe.index.fast.fused import Fused
-from knn_moe.index.fast.grid import Grid, to_whole
-from knn_moe.index.fast.launch import FEW, FewLauncher, nearest
+from knn_moe.index.fast.fused import FusedRecall
+from knn_moe.index.fast.grid import Grid, round_to_grid
+from knn_moe.index.fast.launch import DECODE_QUERIES, DecodeLauncher, search
 from knn_moe.index.fast.scan import BINS, Lists, nearest_lists
-from knn_moe.index.fast.tensors import Settings, make_parts
+from knn_moe.index.fast.tensors import KernelConfig, prepare_tensors
 from knn_moe.index.fast.values import PackedValues
 
 pytest.importorskip("triton")
@@ -49,7 +49,7 @@ def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """More than a few queries: each looks into its lists, or lists serve the queues before them."""
     if request.param == "many":
-        monkeypatch.setattr(launch, "_SOME", 0)
+        monkeypatch.setattr(launch, "_SMALL_BATCH", 0)
     name: str = request.param
     return name
 
@@ -59,18 +59,38 @@ FEW_QUERIES = [
     Case(queries=1, k=16, bits=8, dims=128, experts=7, probes=3, cosine=1),
     Case(queries=3, k=2, bits=8, value_bits=4, experts=60, width=64, top=8, padded=True),
     Case(queries=1, k=4, value_bits=4, experts=7, width=201, dims=192, probes=1, cosine=1),
-    Case(queries=FEW, k=1, probes=1),
+    Case(queries=DECODE_QUERIES, k=1, probes=1),
     Case(queries=1, k=3, experts=1, probes=100, top=1),
 ]
 SOME_QUERIES = [
-    Case(queries=FEW + 1, k=1, bits=8, value_bits=4, experts=7, dims=128, cosine=1, top=3),
-    Case(queries=FEW + 1, k=4, width=201, dims=192, experts=60, probes=1, top=0, padded=True),
-    Case(queries=FEW + 1, k=16, value_bits=4, experts=9, probes=1, top=9),
+    Case(
+        queries=DECODE_QUERIES + 1, k=1, bits=8, value_bits=4, experts=7, dims=128, cosine=1, top=3
+    ),
+    Case(
+        queries=DECODE_QUERIES + 1,
+        k=4,
+        width=201,
+        dims=192,
+        experts=60,
+        probes=1,
+        top=0,
+        padded=True,
+    ),
+    Case(queries=DECODE_QUERIES + 1, k=16, value_bits=4, experts=9, probes=1, top=9),
     Case(queries=20, k=1, bits=8, experts=2, probes=1, top=1, padded=True),
 ]
 MANY_QUERIES = [
-    Case(queries=FEW + 1, k=16, bits=8, width=64, experts=60, probes=4, top=8),
-    Case(queries=FEW + 1, k=1, value_bits=4, experts=7, width=201, dims=192, probes=100, cosine=1),
+    Case(queries=DECODE_QUERIES + 1, k=16, bits=8, width=64, experts=60, probes=4, top=8),
+    Case(
+        queries=DECODE_QUERIES + 1,
+        k=1,
+        value_bits=4,
+        experts=7,
+        width=201,
+        dims=192,
+        probes=100,
+        cosine=1,
+    ),
     Case(queries=20, k=3, bits=8, dims=128, experts=9, probes=2, top=4, padded=True),
 ]
 
@@ -78,14 +98,14 @@ MANY_QUERIES = [
 @pytest.mark.parametrize("case", FEW_QUERIES, ids=str)
 def test_recall_for_a_few_queries(case: Case) -> None:
     layer = Layer(case)
-    launcher = FewLauncher(layer.parts(), layer.settings)
+    launcher = DecodeLauncher(layer.tensors(), layer.config)
     check_recall(layer, launcher)
 
 
 def test_a_program_for_each_list_and_the_same_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_PROGRAMS", 100)
     layer = Layer(Case(queries=1, k=2))
-    launcher = FewLauncher(layer.parts(), layer.settings)
+    launcher = DecodeLauncher(layer.tensors(), layer.config)
     assert launcher.programs >= len(LISTS)
     mixed, weight = check_recall(layer, launcher)
     again = launcher(layer.inputs, layer.logits, no_counts(), None)
@@ -101,7 +121,7 @@ def test_recall_for_some_queries(case: Case) -> None:
 
 @pytest.mark.parametrize("case", MANY_QUERIES, ids=str)
 def test_recall_for_many_queries(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_SOME", FEW)
+    monkeypatch.setattr(launch, "_SMALL_BATCH", DECODE_QUERIES)
     layer = Layer(case)
     check_recall(layer, layer.recall)
 
@@ -114,9 +134,9 @@ def test_recall_in_half_precision(name: str, dtype: torch.dtype) -> None:
 
 def test_more_queries_than_are_served_at_once(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_AT_ONCE", 3)
-    layer = Layer(Case(queries=FEW + 1, k=1, probes=1, padded=True))
+    layer = Layer(Case(queries=DECODE_QUERIES + 1, k=1, probes=1, padded=True))
     check_recall(layer, layer.recall)
-    _, places = nearest(layer.inputs, layer.parts(), layer.settings)
+    _, places = search(layer.inputs, layer.tensors(), layer.config)
     assert torch.equal(places, layer.index.estimate(layer.inputs, 1)[1])
 
 
@@ -125,14 +145,14 @@ def test_more_queries_than_are_served_at_once(path: str, monkeypatch: pytest.Mon
     [
         Case(queries=1, k=1),
         Case(queries=2, k=16, bits=8, dims=128, probes=1),
-        Case(queries=FEW + 1, k=3, bits=8, width=201, dims=192, probes=2),
-        Case(queries=FEW + 1, k=4, width=64, probes=1),
+        Case(queries=DECODE_QUERIES + 1, k=3, bits=8, width=201, dims=192, probes=2),
+        Case(queries=DECODE_QUERIES + 1, k=4, width=64, probes=1),
     ],
     ids=str,
 )
 def test_places_and_distances(case: Case, path: str) -> None:
     layer = Layer(case)
-    distance, places = nearest(layer.inputs, layer.parts(), layer.settings)
+    distance, places = search(layer.inputs, layer.tensors(), layer.config)
     expected, expected_places = layer.index.estimate(layer.inputs, case.k)
     assert (distance.dtype, places.dtype) == (torch.float32, torch.int64)
     assert torch.equal(places, expected_places)
@@ -140,16 +160,16 @@ def test_places_and_distances(case: Case, path: str) -> None:
 
 
 def test_with_nothing_to_correct_distances_are_the_same_to_the_last_bit(path: str) -> None:
-    layer = Layer(Case(queries=FEW + 1, k=2, probes=1))
+    layer = Layer(Case(queries=DECODE_QUERIES + 1, k=2, probes=1))
     layer.index.correction.zero_()
-    distance, _ = nearest(layer.inputs, layer.parts(), layer.settings)
+    distance, _ = search(layer.inputs, layer.tensors(), layer.config)
     assert torch.equal(distance, layer.index.estimate(layer.inputs, 2)[0])
 
 
 def test_neighbours_that_a_list_does_not_have(path: str) -> None:
     layer = Layer(Case(queries=2, k=5, probes=1))
     layer.inputs = layer.on_grid(layer.centres[[3, 0]])
-    distance, places = nearest(layer.inputs, layer.parts(), layer.settings)
+    distance, places = search(layer.inputs, layer.tensors(), layer.config)
     expected, expected_places = layer.index.estimate(layer.inputs, 5)
     assert expected.isinf().sum(dim=-1).tolist() == [4, 2]
     assert torch.equal(places, expected_places)
@@ -165,7 +185,7 @@ def test_neighbours_that_a_list_does_not_have_weigh_nothing() -> None:
 
 def test_as_many_neighbours_as_there_are_bins() -> None:
     layer = Layer(Case(queries=1, k=BINS, probes=1))
-    _, places = nearest(layer.inputs, layer.parts(), layer.settings)
+    _, places = search(layer.inputs, layer.tensors(), layer.config)
     assert torch.equal(places, layer.index.estimate(layer.inputs, BINS)[1])
 
 
@@ -173,11 +193,11 @@ def test_of_equal_keys_the_first_places_are_found(path: str) -> None:
     layer = Layer(Case(queries=2, k=4, probes=100))
     layer.index.codes[:] = layer.index.codes[0]
     layer.index.norms[:] = layer.index.norms[0]
-    _, places = nearest(layer.inputs, layer.parts(), layer.settings)
+    _, places = search(layer.inputs, layer.tensors(), layer.config)
     assert places.tolist() == [[0, 1, 2, 3]] * 2
 
 
-@pytest.mark.parametrize("queries", [1, FEW + 1])
+@pytest.mark.parametrize("queries", [1, DECODE_QUERIES + 1])
 @pytest.mark.parametrize("far", [1e2, 1e15])
 def test_a_query_far_from_everything_keeps_its_logits(far: float, queries: int) -> None:
     layer = Layer(Case(queries=queries, k=2, probes=1))
@@ -187,7 +207,7 @@ def test_a_query_far_from_everything_keeps_its_logits(far: float, queries: int) 
     assert torch.equal(mixed, layer.logits)
 
 
-@pytest.mark.parametrize("queries", [1, FEW + 1])
+@pytest.mark.parametrize("queries", [1, DECODE_QUERIES + 1])
 def test_where_no_neighbour_is_similar_the_logits_are_kept(queries: int) -> None:
     layer = Layer(Case(queries=queries, k=2, probes=1, cosine=1))
     layer.inputs = -layer.inputs * 3
@@ -196,7 +216,7 @@ def test_where_no_neighbour_is_similar_the_logits_are_kept(queries: int) -> None
     assert torch.equal(mixed, layer.logits)
 
 
-@pytest.mark.parametrize("queries", [1, FEW + 1])
+@pytest.mark.parametrize("queries", [1, DECODE_QUERIES + 1])
 def test_experts_with_equal_logits_are_chosen_from_the_first_on(queries: int) -> None:
     """Nothing changes while ties stay ties; a logit that leaves a tie changes the choice."""
     layer = Layer(Case(queries=queries, k=1, probes=1, experts=5, top=2))
@@ -218,7 +238,7 @@ def test_no_queries() -> None:
     assert distance.shape == places.shape == (0, 2)
 
 
-@pytest.mark.parametrize("queries", [2, FEW + 1])
+@pytest.mark.parametrize("queries", [2, DECODE_QUERIES + 1])
 def test_inputs_that_are_not_contiguous_and_logits_that_are_not_aligned(queries: int) -> None:
     layer = Layer(Case(queries=queries, k=1, probes=1))
     layer.inputs = layer.inputs.T.contiguous().T
@@ -228,10 +248,10 @@ def test_inputs_that_are_not_contiguous_and_logits_that_are_not_aligned(queries:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of what is no number
-@pytest.mark.parametrize("queries", [2, FEW + 1])
+@pytest.mark.parametrize("queries", [2, DECODE_QUERIES + 1])
 def test_a_query_that_is_no_number_leaves_the_others_alone(queries: int, path: str) -> None:
     """Now, and in calls to come: a list is probed once, whatever its distance."""
-    if queries <= FEW and path == "many":
+    if queries <= DECODE_QUERIES and path == "many":
         pytest.skip("a few queries go one way")
     layer = Layer(Case(queries=queries, k=1, probes=2))
     fused_layer, (expected, _) = layer.fused(), layer.expected()
@@ -243,18 +263,18 @@ def test_a_query_that_is_no_number_leaves_the_others_alone(queries: int, path: s
     check_recall(layer, fused_layer)
 
 
-# Parts, and the module that holds them
+# KernelTensors, and the module that holds them
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_parts_are_finite_but_for_the_lists_that_are_never_near(dtype: torch.dtype) -> None:
     keys = (0.1 * clustered(1000, 200)).to(DEVICE, dtype)
     index = FastIndex.build(keys, IndexConfig(kind="fast"))
-    parts = make_parts(index, PackedValues.of(randn(1000, 8), 8), KERNEL)
-    assert parts.stacked.isfinite().all()
+    tensors = prepare_tensors(index, PackedValues.of(randn(1000, 8), 8), KERNEL)
+    assert tensors.stacked.isfinite().all()
     real = len(index.projection) + len(index.centres)
-    assert parts.shift[:real].isfinite().all()
-    assert parts.shift[real:].isneginf().all()
+    assert tensors.shift[:real].isfinite().all()
+    assert tensors.shift[real:].isneginf().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -266,12 +286,12 @@ def test_coarse_distances_order_the_lists_as_grid_points_do(
     points = clustered(4000, 100) + offset * torch.randn(100)
     keys, queries = split(points.to(DEVICE, dtype), queries=200)
     index = FastIndex.build(keys, IndexConfig(kind="fast", probes=4))
-    parts = make_parts(index, PackedValues.of(randn(len(keys), 8), 8), KERNEL)
+    tensors = prepare_tensors(index, PackedValues.of(randn(len(keys), 8), 8), KERNEL)
     grid = Grid(index.projection, index.offset, index.centre, index.step)
     lists = Lists(index.codes, index.norms, index.centres, index.coarse_norms, index.begin)
-    expected = nearest_lists(lists, to_whole(grid.project(queries)), 4)
+    expected = nearest_lists(lists, round_to_grid(grid.project(queries)), 4)
     dims = len(index.projection)
-    coarse = queries.float() @ parts.stacked[dims:].float().T - parts.shift[dims:]
+    coarse = queries.float() @ tensors.stacked[dims:].float().T - tensors.shift[dims:]
     found = torch.topk(coarse, 4, largest=False).indices
     assert (found[:, :, None] == expected[:, None]).any(dim=-1).float().mean() > 0.97
     assert (found[:, 0] == expected[:, 0]).float().mean() > 0.97
@@ -279,11 +299,11 @@ def test_coarse_distances_order_the_lists_as_grid_points_do(
 
 def test_an_index_of_real_numbers() -> None:
     """Where distances are rounded, nearly all places are the same, and so is the mixing."""
-    keys, queries = split(clustered(600, 40).to(DEVICE), queries=FEW + 1)
+    keys, queries = split(clustered(600, 40).to(DEVICE), queries=DECODE_QUERIES + 1)
     index = FastIndex.build(keys, IndexConfig(kind="fast", probes=1))
     values = PackedValues.of(randn(len(keys), 8), 8)
     expected = index.estimate(queries, 3)
-    fused_layer = Fused(index, values, 0.1 * KERNEL, Settings(3, index.probes))
+    fused_layer = FusedRecall(index, values, 0.1 * KERNEL, KernelConfig(3, index.probes))
     distance, places = fused_layer.search(queries, 3)
     assert (places == expected[1]).float().mean() > 0.9
     torch.testing.assert_close(distance, expected[0], rtol=0.02, atol=0.02)
@@ -302,13 +322,13 @@ def test_the_index_and_the_kernels_share_the_projection() -> None:
 def test_kernels_in_place_of_the_estimates() -> None:
     layer = Layer(Case(queries=3, k=3))
     expected = layer.index.search(layer.inputs, 3)
-    layer.index.finder = layer.fused().search
+    layer.index.kernel_search = layer.fused().search
     distance, places = layer.index.search(layer.inputs, 3)
     assert torch.equal(places, expected[1])
     torch.testing.assert_close(distance, expected[0], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("backend", "queries"), [("eager", 1), ("aot_eager", FEW + 1)])
+@pytest.mark.parametrize(("backend", "queries"), [("eager", 1), ("aot_eager", DECODE_QUERIES + 1)])
 @pytest.mark.usefixtures("compiled_state")
 def test_compiled_code_recalls_and_finds_the_same(backend: str, queries: int) -> None:
     layer = Layer(Case(queries=queries, k=1, probes=1, padded=True))
@@ -327,31 +347,31 @@ def test_compiled_code_recalls_and_finds_the_same(backend: str, queries: int) ->
 
 def test_the_operators_for_compiled_graphs() -> None:
     layer = Layer(Case(queries=1, k=1, probes=1))
-    parts, settings = list(layer.parts()), list(layer.settings)
+    tensors, config = list(layer.tensors()), list(layer.config)
     real = torch.ones(1, dtype=torch.bool, device=DEVICE)
-    asked = layer.inputs, layer.logits, no_counts(), real, parts, settings
-    torch.library.opcheck(torch.ops.knn_moe.recall.recall, asked)
+    asked = layer.inputs, layer.logits, no_counts(), real, tensors, config
+    torch.library.opcheck(torch.ops.knn_moe.recall, asked)
     found = "test_schema", "test_faketensor"
-    asked = layer.inputs, parts, settings
-    torch.library.opcheck(torch.ops.knn_moe.nearest, asked, test_utils=found)
+    asked = layer.inputs, tensors, config
+    torch.library.opcheck(torch.ops.knn_moe.search, asked, test_utils=found)
 
 
 def test_the_operator_for_logits_that_are_not_contiguous() -> None:
-    layer = Layer(Case(queries=FEW + 1, k=1, probes=1))
+    layer = Layer(Case(queries=DECODE_QUERIES + 1, k=1, probes=1))
     logits = layer.logits.T.contiguous().T
-    asked = layer.inputs, logits, no_counts(), None, list(layer.parts()), list(layer.settings)
-    torch.library.opcheck(torch.ops.knn_moe.recall.recall, asked, test_utils="test_faketensor")
+    asked = layer.inputs, logits, no_counts(), None, list(layer.tensors()), list(layer.config)
+    torch.library.opcheck(torch.ops.knn_moe.recall, asked, test_utils="test_faketensor")
 
 
 def test_where_kernels_can_be_used() -> None:
-    assert not fused.usable(torch.device("cpu"), 1)
-    assert fused.usable(torch.device("cuda"), BINS)
-    assert not fused.usable(torch.device("cuda"), BINS + 1)
+    assert not fused.kernels_usable(torch.device("cpu"), 1)
+    assert fused.kernels_usable(torch.device("cuda"), BINS)
+    assert not fused.kernels_usable(torch.device("cuda"), BINS + 1)
 
 
 def test_no_kernels_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "_has_triton", lambda: False)
-    assert not fused.usable(torch.device("cuda"), 1)
+    assert not fused.kernels_usable(torch.device("cuda"), 1)
 
 
 # At the size of a real memory
@@ -370,8 +390,8 @@ def test_many_lists_on_a_gpu(bits: int, dtype: torch.dtype) -> None:
     proposal = propose_logits(values.at(places), rbf(distance, kernel[0]))
     weight = kernel[2] * confidence(rbf(distance, kernel[1]))
     expected = mix_logits(logits.float(), proposal, weight)
-    layer = Fused(index, values, kernel, Settings(8, index.probes, 0, 8))
-    for count in (1, FEW, FEW + 1, 100, 300, 9000):
+    layer = FusedRecall(index, values, kernel, KernelConfig(8, index.probes, 0, 8))
+    for count in (1, DECODE_QUERIES, DECODE_QUERIES + 1, 100, 300, 9000):
         asked = queries[:count], logits[:count], no_counts(), None
         found = layer.search(queries[:count], 8)[1]
         assert (found == places[:count]).float().mean() > 0.9

@@ -17,8 +17,8 @@ from knn_moe.index.fast.grid import (
     Grid,
     fit_correction,
     from_codes,
+    round_to_grid,
     to_codes,
-    to_whole,
 )
 from knn_moe.index.fast.packing import pack, unpack
 from knn_moe.index.fast.values import PackedValues
@@ -192,7 +192,7 @@ def test_a_grid_is_the_same_every_time() -> None:
 
 def test_the_nearest_grid_point() -> None:
     points = torch.tensor([[-1e9, -127.4, -0.4, 0.6, 126.6, 127.6, 1e9]])
-    assert to_whole(points).tolist() == [[-127, -127, 0, 1, 127, 127, 127]]
+    assert round_to_grid(points).tolist() == [[-127, -127, 0, 1, 127, 127, 127]]
 
 
 @pytest.mark.parametrize("bits", BITS)

@@ -96,7 +96,7 @@ def test_every_way_to_scan_is_brute_force(
     assert torch.equal(found, brute_force(lists, whole, probes, k))
 
 
-@pytest.mark.parametrize("queries", [0, 1, scan._FEW, scan._FEW + 1])
+@pytest.mark.parametrize("queries", [0, 1, scan._ONE_BY_ONE, scan._ONE_BY_ONE + 1])
 @pytest.mark.parametrize("bits", BITS)
 def test_few_queries_and_many_are_scanned_alike(bits: int, queries: int) -> None:
     lists = make_lists([40, 200, 9], 64, bits, 4)
@@ -156,6 +156,6 @@ def test_nearest_lists_come_in_order_and_ties_by_number() -> None:
 
 def test_the_operator_for_compiled_graphs() -> None:
     lists = make_lists([40, 30], 64, 4, 4)
-    for queries in (3, scan._FEW + 3):
+    for queries in (3, scan._ONE_BY_ONE + 3):
         whole = torch.randint(-20, 21, (queries, 64)).float()
-        torch.library.opcheck(torch.ops.knn_moe.scan, (*lists, whole, 2, 3))
+        torch.library.opcheck(torch.ops.knn_moe.scan, (list(lists), whole, 2, 3))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from knn_moe.index import exact
-from knn_moe.index import leave_one_out as others
+from knn_moe.index import leave_one_out
 from knn_moe.memory import gamma
 from knn_moe.memory.gamma import estimate_gamma
 
@@ -152,7 +152,9 @@ def test_zero_distances_do_not_count_under_a_large_offset() -> None:
 def test_zero_distances_do_not_count_when_multiplied_in_bf16(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(others, "product", lambda x, keys: x.bfloat16().float() @ keys.float().T)
+    monkeypatch.setattr(
+        leave_one_out, "product", lambda x, keys: x.bfloat16().float() @ keys.float().T
+    )
     keys, example, case = twice(torch.randn(40, 256).bfloat16())
     assert estimate_gamma(keys, example, case) == pytest.approx(
         loop_gamma(keys, example, case), rel=1e-3

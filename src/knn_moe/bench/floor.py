@@ -5,7 +5,6 @@ Knows what each index must read and multiply at the least; nothing of how it is 
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 import time
@@ -17,15 +16,13 @@ import torch
 from torch import Tensor
 
 from knn_moe.index import FastIndex, IndexConfig, KeyIndex
+from knn_moe.index.faiss import ivfpq_layout
 from knn_moe.index.fast.index import candidates
 
 _COPIED: Final = {"cuda": 1 << 31, "cpu": 1 << 28}  # bytes: more than a cache holds
 _SQUARE: Final = {"cuda": 8192, "cpu": 2048}  # rows of the matrices multiplied
 _TRIES: Final = 3  # at the least
 _SECONDS: Final = 0.5  # of tries
-# As index/faiss.py builds IVFPQ.
-_MOST_CODE_BYTES: Final = 96
-_MOST_LISTS: Final = (1 << 16) // 39
 
 
 class Rates(NamedTuple):
@@ -98,9 +95,7 @@ def reads_of(index: KeyIndex, config: IndexConfig, keys: Tensor, k: int) -> Read
 def _reads_of_ivfpq(config: IndexConfig, keys: Tensor) -> Reads:
     """Eight-bit codes, of runs of dims; projection and centres in fp32."""
     count, width = keys.shape
-    dims = min(config.dims or max(width // 8, 1), width)
-    code = max(n for n in range(1, min(dims, _MOST_CODE_BYTES) + 1) if dims % n == 0)
-    lists = max(1, min(int(4 * math.sqrt(count)), _MOST_LISTS, count // 39))
+    dims, code, lists = ivfpq_layout(count, width, config)
     other = width * dims + lists * dims
     share = min(1.0, config.probes / lists)
     return Reads(count * code, count * code, share, 4.0 * other, other)

@@ -24,7 +24,16 @@ __all__ = [
 
 
 def build_index(keys: Tensor, config: IndexConfig, device: torch.device) -> KeyIndex:
-    """An index of `keys` [M, d], prepared for the similarity it will serve, on `device`."""
+    """Build an index of keys on `device`.
+
+    Args:
+        keys: Keys, prepared for the similarity that the index will serve. Shape [M, d].
+        config: The kind of index and its options.
+        device: Where queries come from.
+
+    Raises:
+        MissingDependencyError: The kind needs FAISS, which is not installed.
+    """
     if config.kind == "exact":
         return ExactIndex(keys.to(device))
     if config.kind == "fast":
@@ -37,7 +46,12 @@ def build_index(keys: Tensor, config: IndexConfig, device: torch.device) -> KeyI
 def load_index(
     tensors: Mapping[str, Tensor], config: IndexConfig, device: torch.device
 ) -> KeyIndex:
-    """The index whose `tensors()` these are, on `device`."""
+    """Restore the index whose `tensors()` these are, on `device`.
+
+    Raises:
+        MissingDependencyError: The kind needs FAISS, which is not installed.
+        MemoryFormatError: A FAISS index is damaged or incomplete.
+    """
     if config.kind == "exact":
         return ExactIndex(tensors["keys"].to(device))
     if config.kind == "fast":

@@ -1,15 +1,15 @@
 """FAISS's indexes: flat in fp16, and IVFPQ. Knows keys and distances; nothing of routing.
 
-The only file that imports faiss, and only where an index is asked for. FAISS sees keys centred, and
-scaled by a power of two to coordinates below 1: fp16 ends at 65504, bf16 keys do not. Distances are
-scaled back.
+The only file that imports faiss, and only when an index needs it. FAISS sees keys centred, and
+scaled by a power of two to coordinates below 1, since fp16 ends at 65504 and bf16 does not.
+Distances are scaled back.
 
 IVFPQ sees a projection of the keys (PCA) and chooses by it. The paper leaves open which distance λ
-then takes. Ours is the whole one, ‖x - k‖² = ‖Px - Pk‖² + ‖x'‖² + ‖k'‖² - 2x'·k', where x' and k'
-are what the projection drops. Of k' only the norm is kept; but near keys are near there too, and
-x'·k' ≈ ρ ‖x'‖ ‖k'‖. ρ, and the surplus of quantisation, are fitted at build to the keys' own
-neighbours, as in `fast` (grid.py). That is right on average over the 16 nearest; the very nearest
-still seem too far. With `rerank` the keys are kept, and distances are exact.
+then takes. Here it is the full one, ‖x - k‖² = ‖Px - Pk‖² + ‖x'‖² + ‖k'‖² - 2x'·k', where x' and k'
+are what the projection drops. Only the norm of k' is stored; but near keys are near there too, so
+x'·k' ≈ ρ ‖x'‖ ‖k'‖. ρ, and what quantisation adds, are fitted to the keys' own neighbours, as in
+`fast` (grid.py). That is right on average over the 16 nearest; the very nearest still seem too far.
+With `rerank` the keys are stored, and distances are exact.
 """
 
 from __future__ import annotations
@@ -25,24 +25,23 @@ from torch import Tensor
 
 from knn_moe.config import IndexConfig
 from knn_moe.errors import MemoryFormatError, MissingDependencyError
-from knn_moe.index.exact import blocks, squared_distance
+from knn_moe.index.exact import distances_to_rows, row_blocks, spread_evenly
 from knn_moe.index.fast.grid import Correction, fit_correction, principal_axes
 
 _SAMPLE: Final = 1 << 16  # rows that IVFPQ is trained on
-_ROWS_A_LIST: Final = 39  # below which FAISS calls the training of a list unsound
-_CODES: Final = 256  # what eight bits tell apart
-_ROWS_A_CODE: Final = 64  # FAISS's 256 rows and 25 rounds find no more, and take 12 times as long
+_ROWS_PER_LIST: Final = 39  # with fewer, FAISS warns that a list is badly trained
+_CODES: Final = 256  # that eight bits can tell apart
+_ROWS_PER_CODE: Final = 64  # FAISS's 256 rows and 25 rounds find no more, in 12 times the time
 _ROUNDS: Final = 10
-_FIT: Final = 1024  # keys that the correction comes from
+_FIT: Final = 1024  # keys that the correction is fitted to
 _FIT_NEAREST: Final = 17  # and their neighbours, the key itself among them
 _MOST_BYTES: Final = 96  # of a key's code: GPUs take no more
 _GPU_BYTES: Final = (1, 2, 3, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 96)
-_GPU_CANDIDATES: Final = 2048  # that a GPU index finds at the most
+_GPU_CANDIDATES: Final = 2048  # at most, from a GPU index
 _GPU_SCRATCH: Final = 1 << 26  # bytes; FAISS would take gigabytes
-_RERANKED_AT_ONCE: Final = 1 << 13  # keys gathered in fp32
 # A thread must save more than waiting for a busy core costs, about 8 ms. A query of 100k keys × 512
 # takes 12 ms in the flat index, 0.5 ms in IVFPQ.
-_QUERIES_A_THREAD: Final = {"faiss-flat": 1, "ivfpq": 8}
+_QUERIES_PER_THREAD: Final = {"faiss-flat": 1, "ivfpq": 8}
 
 
 class FaissIndex:
@@ -51,9 +50,10 @@ class FaissIndex:
     def __init__(
         self, index: Any, parts: Mapping[str, Tensor], config: IndexConfig, device: torch.device
     ) -> None:
+        """`parts`: what belongs to the index beside FAISS's own, as `tensors` names it."""
         _keep_out_of_graphs()
         self._config = config
-        self._index = index  # stays on the CPU, to be saved: a GPU's would come back in fp32
+        self._index = index  # stays on the CPU, to be saved: from a GPU it would come back in fp32
         self._parts = {name: part.to(device) for name, part in parts.items()}
         if config.kind == "ivfpq":
             index.nprobe = config.probes
@@ -61,7 +61,7 @@ class FaissIndex:
 
     @classmethod
     def build(cls, keys: Tensor, config: IndexConfig, device: torch.device) -> FaissIndex:
-        """Index `keys`, for queries on `device`. Shapes: keys [M, d]."""
+        """Build an index of `keys`, for queries on `device`. Shapes: keys [M, d]."""
         faiss = _faiss(config.kind)
         parts = _frame(keys, device)
         if config.kind == "ivfpq":
@@ -70,7 +70,7 @@ class FaissIndex:
             fp16 = faiss.ScalarQuantizer.QT_fp16
             index = faiss.IndexScalarQuantizer(keys.shape[1], fp16, faiss.METRIC_L2)
         residuals = []
-        for part in _scaled_blocks(keys, parts):
+        for part in _scale_blocks(keys, parts):
             stored, residual = _project(part, parts)
             index.add(stored.cpu().numpy())
             residuals.append(residual)
@@ -88,27 +88,31 @@ class FaissIndex:
     def load(
         cls, tensors: Mapping[str, Tensor], config: IndexConfig, device: torch.device
     ) -> FaissIndex:
-        """The index that `tensors()` gave, for queries on `device`."""
+        """Restore the index whose `tensors()` these are, for queries on `device`.
+
+        Raises:
+            MemoryFormatError: A tensor is missing or damaged.
+        """
         faiss = _faiss(config.kind)
         names = ["centre", "scale"]
         if config.kind == "ivfpq":
             names += ["projection", "residuals", "correction"] + ["keys"] * config.rerank
         if missing := sorted({"faiss", *names} - tensors.keys()):
             raise MemoryFormatError(
-                f"The saved index {config.kind!r} lacks {', '.join(missing)}: build it again."
+                f"The saved index {config.kind!r} lacks {', '.join(missing)}. Build it again."
             )
-        # The tables take many times the memory of the codes, and save no time that shows.
+        # The tables take many times the memory of the codes, and save no measurable time.
         without_tables = faiss.IO_FLAG_SKIP_PRECOMPUTE_TABLE
         try:
             index = faiss.deserialize_index(tensors["faiss"].cpu().numpy(), without_tables)
         except RuntimeError as error:
             raise MemoryFormatError(
-                f"The saved index {config.kind!r} is damaged ({error}): build it again."
+                f"The saved index {config.kind!r} is damaged ({error}). Build it again."
             ) from error
         return cls(index, {name: tensors[name] for name in names}, config, device)
 
     def tensors(self) -> dict[str, Tensor]:
-        """See KeyIndex. "faiss" is FAISS's own format, bytes; "keys" is there for reranking."""
+        """See KeyIndex. "faiss" holds FAISS's own format in bytes, "keys" the keys to rerank."""
         serialized = _faiss(self._config.kind).serialize_index(self._index)
         return {"faiss": torch.from_numpy(serialized), **self._parts}
 
@@ -116,7 +120,7 @@ class FaissIndex:
     def search(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """See KeyIndex. Shapes: queries [T, d] → squared distances, rows [T, k].
 
-        Distances of IVFPQ are approximate unless it reranks: see the head of this file. A query
+        Distances of IVFPQ are approximate unless it reranks: see the top of this file. A query
         that is not finite finds nothing.
         """
         keys, scale = self._parts.get("keys"), self._parts["scale"]
@@ -124,34 +128,33 @@ class FaissIndex:
         distance, rows, dropped = self._find(queries, count)
         missing = distance.isinf()
         if keys is not None:
-            distance = _true_distances(queries, keys, rows, scale)
+            distance = distances_to_rows(queries, keys, rows, scale)
         elif (correction := self._parts.get("correction")) is not None:
             residual = self._parts["residuals"][rows]
             distance = Correction(*correction).apply(distance, dropped, residual.sqrt())
-        # Not a number: inf - inf, of a query so far off that ‖x'‖² is past fp32.
+        # NaN is inf - inf, of a query so far off that ‖x'‖² is past fp32.
         distance = distance.masked_fill(missing | distance.isnan(), math.inf)
         distance, order = torch.topk(distance, k, dim=-1, largest=False)
-        return distance / scale / scale, rows.gather(1, order)  # scale² may be out of range
+        return distance / scale / scale, rows.gather(1, order)  # scale² may overflow
 
     def _find(self, queries: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The nearest by what FAISS sees, as in KeyIndex but scaled, and ‖x'‖² of the queries.
+        """Return the nearest by what FAISS sees, in scaled units, and ‖x'‖² of the queries.
 
         Shapes: queries [T, d] → distances, rows [T, count]; [T].
         """
-        wanted, dropped = _project(_scaled(queries, self._parts), self._parts)
+        wanted, dropped = _project(_scale(queries, self._parts), self._parts)
         with _threads(len(queries), self._config.kind):
             found = self._searched.search(wanted.cpu().numpy(), count)
         distance, rows = (torch.from_numpy(part).to(queries.device) for part in found)
         return distance.clamp(min=0).masked_fill(rows < 0, math.inf), rows.clamp(min=0), dropped
 
     def _fit(self, keys: Tensor) -> Tensor:
-        """The correction, from a sample of the keys and their nearest other keys. Result [4]."""
+        """Fit the correction to a sample of the keys and their neighbours. Result [4]."""
         scale, residuals = self._parts["scale"], self._parts["residuals"]
-        count = min(len(keys), _FIT)
-        sample = torch.arange(count, device=keys.device) * len(keys) // count
+        sample = spread_evenly(min(len(keys), _FIT), len(keys), keys.device)
         queries = keys[sample]
         found, rows, dropped = self._find(queries.to(scale.device), min(_FIT_NEAREST, len(keys)))
-        exact = _true_distances(queries, keys, rows.to(keys.device), scale.to(keys.device))
+        exact = distances_to_rows(queries, keys, rows.to(keys.device), scale.to(keys.device))
         key, query = residuals[rows].sqrt(), dropped[:, None].expand_as(found)
         other = found.isfinite() & (rows != sample.to(rows.device)[:, None])
         pairs = (found, query, key, exact.to(scale.device))
@@ -162,7 +165,7 @@ class FaissIndex:
 
 @functools.cache
 def _keep_out_of_graphs() -> None:
-    """FAISS is nothing to torch.compile. Saying so imports it, two seconds, so it is said late."""
+    """Keep FAISS out of torch.compile. That imports the compiler, two seconds, hence so late."""
     FaissIndex.search = torch.compiler.disable(FaissIndex.search)  # type: ignore[method-assign]
 
 
@@ -177,45 +180,34 @@ def _faiss(kind: str) -> Any:
 
 
 def _frame(keys: Tensor, device: torch.device) -> dict[str, Tensor]:
-    """The keys' mean, and the power of two that takes all coordinates around it below 1.
+    """Return the keys' mean, and the power of two that scales all coordinates around it below 1.
 
     Shapes: keys [M, d]. Result: centre [d], scale [], fp32.
     """
-    spans = list(blocks(len(keys), device))
+    blocks = list(row_blocks(len(keys), device))
     centre = torch.zeros(keys.shape[1], device=device)
-    for start, stop in spans:  # divided first: a sum of large keys overflows
+    for start, stop in blocks:  # divided first: a sum of large keys overflows
         centre += (keys[start:stop].to(device).float() / len(keys)).sum(dim=0)
-    extents = [(keys[a:b].to(device).float() - centre).abs().amax() for a, b in spans]
+    extents = [(keys[a:b].to(device).float() - centre).abs().amax() for a, b in blocks]
     exponent = torch.frexp(torch.stack(extents).amax()).exponent
-    # Of keys all alike the exponent is 0. Scales beyond 2¹⁰⁰ would soon be infinite.
+    # For keys that are all equal the exponent is 0. Scales beyond 2¹⁰⁰ would soon be infinite.
     return {"centre": centre, "scale": torch.exp2(-exponent.clamp(min=-100).float())}
 
 
-def _true_distances(queries: Tensor, keys: Tensor, rows: Tensor, scale: Tensor) -> Tensor:
-    """‖x - k‖² in scaled numbers, so that distances past fp32 still have an order.
-
-    Shapes: queries [T, d]; keys [M, d]; rows [T, c]; scale []. Result [T, c].
-    """
-    at_once = max(1, _RERANKED_AT_ONCE // rows.shape[1])
-    scaled = queries[:, None].float() * scale
-    pairs = zip(scaled.split(at_once), rows.split(at_once), strict=True)
-    return torch.cat([squared_distance(x, keys[near].float() * scale) for x, near in pairs])
-
-
-def _scaled(x: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
-    """Shapes: x [n, d] → [n, d] fp32, on the device of the parts."""
+def _scale(x: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
+    """Centre and scale. Shapes: x [n, d] → [n, d] fp32, on the device of the parts."""
     centre = parts["centre"]
     return (x.to(centre.device).float() - centre) * parts["scale"]
 
 
-def _scaled_blocks(keys: Tensor, parts: Mapping[str, Tensor]) -> Iterator[Tensor]:
-    """The keys by spans, so that no fp32 copy is held whole."""
-    for start, stop in blocks(len(keys), parts["centre"].device):
-        yield _scaled(keys[start:stop], parts)
+def _scale_blocks(keys: Tensor, parts: Mapping[str, Tensor]) -> Iterator[Tensor]:
+    """Yield scaled keys by blocks, so that no fp32 copy is held whole."""
+    for start, stop in row_blocks(len(keys), parts["centre"].device):
+        yield _scale(keys[start:stop], parts)
 
 
 def _project(x: Tensor, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """What FAISS sees of scaled vectors, and the squared norm of what it does not.
+    """Return what FAISS sees of scaled vectors, and the squared norm of what it does not.
 
     Shapes: x [n, d] → [n, r], [n].
     """
@@ -228,38 +220,43 @@ def _project(x: Tensor, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _train(keys: Tensor, parts: dict[str, Tensor], config: IndexConfig) -> Any:
-    """An empty IVFPQ fitted to a sample of the keys; its projection is added to `parts`."""
+    """Return an empty IVFPQ trained on a sample of the keys; add its projection to `parts`."""
     faiss = _faiss(config.kind)
-    count, width = keys.shape
-    size = min(count, _SAMPLE)
-    sample = keys[torch.arange(size, device=keys.device) * count // size]
-    dims = min(config.dims or max(width // 8, 1), width)
-    codes = max(m for m in range(1, min(dims, _MOST_BYTES) + 1) if dims % m == 0)
+    size = min(len(keys), _SAMPLE)
+    sample = keys[spread_evenly(size, len(keys), keys.device)]
+    dims, codes, lists = ivfpq_layout(*keys.shape, config)
     parts["projection"] = _principal_axes(sample, parts, dims, codes)
-    points = torch.cat([_project(part, parts)[0] for part in _scaled_blocks(sample, parts)])
-    if size < _CODES:  # FAISS wants as many; repeated, each point is a code of its own
+    points = torch.cat([_project(part, parts)[0] for part in _scale_blocks(sample, parts)])
+    if size < _CODES:  # FAISS wants as many; repeated, each point gets its own code
         points = points.repeat(math.ceil(_CODES / size), 1)[:_CODES]
-    lists = max(1, min(int(4 * math.sqrt(count)), size // _ROWS_A_LIST))
     # index_factory would add polysemous training, ten times as long and of no use here.
     index = faiss.IndexIVFPQ(faiss.IndexFlatL2(dims), dims, lists, codes, 8)
     index.use_precomputed_table = -1  # as in `load`
     index.cp.min_points_per_centroid = index.pq.cp.min_points_per_centroid = 1  # else it warns
-    index.pq.cp.max_points_per_centroid, index.pq.cp.niter = _ROWS_A_CODE, _ROUNDS
+    index.pq.cp.max_points_per_centroid, index.pq.cp.niter = _ROWS_PER_CODE, _ROUNDS
     index.train(points.cpu().numpy())
     if index.pq.dsub == 1:
         index.pq.sync_transposed_centroids()  # adding is 15 times faster, for single numbers only
     return index
 
 
-def _principal_axes(sample: Tensor, parts: Mapping[str, Tensor], dims: int, codes: int) -> Tensor:
-    """The first `dims` principal axes, dealt out in turn to the runs that share a code.
+def ivfpq_layout(count: int, width: int, config: IndexConfig) -> tuple[int, int, int]:
+    """Return how IVFPQ stores `count` keys of `width`: dimensions, bytes of a code, lists."""
+    dims = min(config.dims or max(width // 8, 1), width)
+    codes = max(m for m in range(1, min(dims, _MOST_BYTES) + 1) if dims % m == 0)
+    lists = max(1, min(int(4 * math.sqrt(count)), min(count, _SAMPLE) // _ROWS_PER_LIST))
+    return dims, codes, lists
 
-    In their own order the first codes would carry most of the variance, and fewer keys be found.
+
+def _principal_axes(sample: Tensor, parts: Mapping[str, Tensor], dims: int, codes: int) -> Tensor:
+    """Return the first `dims` principal axes, dealt out in turn to the runs that share a code.
+
+    In their own order the first codes would carry most of the variance, and recall would drop.
     Shapes: sample [n, d] → [d, dims].
     """
     width = sample.shape[1]
     covariance = torch.zeros(width, width, device=parts["centre"].device)
-    for part in _scaled_blocks(sample, parts):
+    for part in _scale_blocks(sample, parts):
         covariance += part.T @ part
     axes = principal_axes(covariance)[:, -dims:]
     return axes.reshape(width, -1, codes).transpose(1, 2).reshape(width, dims)
@@ -267,10 +264,10 @@ def _principal_axes(sample: Tensor, parts: Mapping[str, Tensor], dims: int, code
 
 @contextmanager
 def _threads(queries: int, kind: str) -> Iterator[None]:
-    """As many OpenMP threads as these queries are worth, while it lasts."""
+    """Use as many OpenMP threads as pay off for these queries; restore their number afterwards."""
     faiss = _faiss(kind)
     before = faiss.omp_get_max_threads()
-    faiss.omp_set_num_threads(max(1, min(before, queries // _QUERIES_A_THREAD[kind])))
+    faiss.omp_set_num_threads(max(1, min(before, queries // _QUERIES_PER_THREAD[kind])))
     try:
         yield
     finally:
@@ -278,7 +275,7 @@ def _threads(queries: int, kind: str) -> Iterator[None]:
 
 
 def _on_gpu(index: Any, device: torch.device) -> Any:
-    """The index on its GPU, or itself where FAISS knows no GPU, or the GPU no such code."""
+    """Return the index on its GPU, or itself if FAISS has no GPU support or none for its code."""
     import faiss
 
     if device.type != "cuda" or not hasattr(faiss, "StandardGpuResources"):
@@ -294,7 +291,7 @@ def _on_gpu(index: Any, device: torch.device) -> Any:
 
 @functools.cache
 def _gpu_resources(number: int) -> Any:
-    """One for all layers: each would claim its own memory."""
+    """Return the resources that all layers share: each would claim memory of its own."""
     import faiss
 
     resources = faiss.StandardGpuResources()

@@ -1,7 +1,7 @@
-"""Nearest keys among those a query may see: neighbours within a memory, its own example left out.
+"""Exact search among the keys a query may see: neighbours within a memory, without its own example.
 
-Exact, block by block on any device: the keys may be a mapped file, of which no more than a block is
-brought there, and no score matrix is held whole.
+It works block by block on any device: the keys may be a mapped file, of which no more than a block
+is loaded at a time, and no score matrix is held whole.
 """
 
 from __future__ import annotations
@@ -12,103 +12,108 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from knn_moe.index.exact import blocks, least, product, squared_distance
+from knn_moe.index.exact import (
+    distances_to_rows,
+    dot_products,
+    row_blocks,
+    smallest,
+    squared_distance,
+)
 
 _QUERIES: Final = 4096  # compared at a time
-_SPARE: Final = 4  # candidates kept beyond those asked for
-_NUMBERS: Final = 1 << 26  # of keys gathered at a time
+_SPARE: Final = 4  # candidates kept beyond `count`, for the exact distances to choose among
 
 
-def nearest_others(
+def search_leaving_out(
     queries: Tensor,
     keys: Tensor,
     labels: Sequence[tuple[Tensor, Tensor]],
     count: int,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """Squared distances and rows of the `count` nearest keys that share no label with a query,
-    nearest first; inf where there are fewer.
+    """Return the nearest keys that share no label with a query, nearest first.
 
-    Shapes: queries [T, d]; keys [M, d]; labels pairs of [T] and [M] int64 → [T, count] fp32 on
-    `device`, [T, count] int64 where the keys are.
+    Args:
+        queries: Shape [T, d].
+        keys: Shape [M, d].
+        labels: Pairs of the queries' labels [T] and the keys' labels [M], int64. A query does not
+            see the keys that have its label in any pair.
+        count: How many keys to find.
+        device: Where distances are computed.
+
+    Returns:
+        Squared distances [T, count] in fp32 on `device`, inf where fewer keys are left, and rows
+        [T, count] int64 on the keys' device.
     """
     count = min(count, len(keys))
     found = [
-        _nearest(queries[part], keys, [(asks[part], has) for asks, has in labels], count, device)
+        _search(queries[part], keys, [(own[part], other) for own, other in labels], count, device)
         for part in torch.arange(len(queries)).split(_QUERIES)
     ]
     return torch.cat([part for part, _ in found]), torch.cat([part for _, part in found])
 
 
-def _nearest(
+def _search(
     queries: Tensor,
     keys: Tensor,
     labels: Sequence[tuple[Tensor, Tensor]],
     count: int,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    queries, found = queries.to(device), min(count + _SPARE, len(keys))
+    queries, candidates = queries.to(device), min(count + _SPARE, len(keys))
     centre = queries.float().mean(dim=0)
     minus_two = -2 * (queries.float() - centre)
-    best = torch.full((len(queries), found), float("inf"), device=device)
-    chosen = torch.zeros(len(queries), found, dtype=torch.int64, device=device)
-    staged = _Stage(device)
-    for start, stop in blocks(len(keys), device, least=found):
-        block = staged(keys[start:stop])
-        # In place: a score matrix is what there is most of, and passes over it cost most.
-        score = many_products(minus_two, block).add_(squared_distance(block, centre))
-        for asks, has in labels:
-            same = asks[:, None].to(device) == has[start:stop].to(device)
+    best = torch.full((len(queries), candidates), float("inf"), device=device)
+    chosen = torch.zeros(len(queries), candidates, dtype=torch.int64, device=device)
+    load = _BlockLoader(device)
+    for start, stop in row_blocks(len(keys), device, at_least=candidates):
+        block = load(keys[start:stop])
+        # In place: the score matrix is the largest tensor, and passes over it cost most.
+        score = split_dot_products(minus_two, block).add_(squared_distance(block, centre))
+        for own, other in labels:
+            same = own[:, None].to(device) == other[start:stop].to(device)
             score.masked_fill_(same, float("inf"))
-        near, place = least(score, min(found, stop - start))
-        # In place: small tensors kept between blocks would pin the memory the blocks free.
-        kept, order = torch.topk(torch.cat([best, near], dim=-1), found, dim=-1, largest=False)
+        near, place = smallest(score, min(candidates, stop - start))
+        # In place: small tensors kept between blocks would pin the memory that blocks free.
+        kept, order = torch.topk(torch.cat([best, near], dim=-1), candidates, dim=-1, largest=False)
         chosen.copy_(torch.cat([chosen, place + start], dim=-1).gather(1, order))
         best.copy_(kept)
     rows = chosen.to(keys.device)
-    distance = _true_distances(queries, keys, rows)
-    distance = distance.masked_fill(~best.isfinite(), float("inf"))
-    # Scores round: true distances decide, among a few more than are asked for.
-    nearest, order = torch.topk(distance, min(count, distance.shape[1]), dim=-1, largest=False)
+    distance = distances_to_rows(queries, keys, rows).masked_fill(~best.isfinite(), float("inf"))
+    # Scores are rounded: exact distances decide, among a few more candidates than are wanted.
+    nearest, order = torch.topk(distance, count, dim=-1, largest=False)
     return nearest, rows.gather(1, order.to(rows.device))
 
 
-def _true_distances(queries: Tensor, keys: Tensor, rows: Tensor) -> Tensor:
-    """Of queries to the keys of their rows, some at a time. Shapes: rows [T, k] → [T, k] fp32."""
-    at_once = max(1, _NUMBERS // (rows.shape[1] * keys.shape[1]))
-    parts = zip(queries.split(at_once), rows.split(at_once), strict=True)
-    near = [squared_distance(part[:, None], keys[place].to(part.device)) for part, place in parts]
-    return torch.cat(near) if near else queries.new_empty(rows.shape, dtype=torch.float32)
+def split_dot_products(x: Tensor, keys: Tensor) -> Tensor:
+    """Return x kᵀ as `dot_products` does, quickly for many x.
 
-
-def many_products(x: Tensor, keys: Tensor) -> Tensor:
-    """x kᵀ as `exact.product`, for so many x that arithmetic is what takes the time. On a GPU the
-    bf16 units are fifteen times as fast as fp32's, so fp32 keys are multiplied as sums of two bf16
-    numbers, 16 bits of them; what is left out is the product of the two small parts.
+    On a GPU the bf16 units are fifteen times as fast as those for fp32, so fp32 keys are multiplied
+    as sums of two bf16 numbers (16 bits); only the product of the two small parts is left out.
 
     Shapes: x [T, d]; keys [M, d]. Result [T, M] fp32.
     """
     if not keys.is_cuda or keys.dtype != torch.float32:
-        return product(x, keys)
-    return product(*in_halves(x, keys))
+        return dot_products(x, keys)
+    return dot_products(*split_factors(x, keys))
 
 
-def in_halves(x: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """bf16 tensors whose product is almost that of x and keys. Shapes: [·, d] → [·, 3d]."""
-    (large, small), (large_keys, small_keys) = _halves(x), _halves(keys)
+def split_factors(x: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Return bf16 tensors whose product is almost x kᵀ. Shapes: [·, d] → [·, 3d]."""
+    (large, small), (large_keys, small_keys) = _split(x), _split(keys)
     return (
         torch.cat([large, large, small], dim=-1),
         torch.cat([large_keys, small_keys, large_keys], dim=-1),
     )
 
 
-def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+def _split(x: Tensor) -> tuple[Tensor, Tensor]:
     large = x.bfloat16()
     return large, (x - large.float()).bfloat16()
 
 
-class _Stage:
-    """Brings blocks of a mapped file to a device; through pinned memory, which GPUs read fast."""
+class _BlockLoader:
+    """Copies blocks of a mapped file to a device; through pinned memory, which GPUs read fast."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

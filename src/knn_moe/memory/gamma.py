@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from knn_moe.index.leave_one_out import nearest_others
+from knn_moe.index.leave_one_out import search_leaving_out
 from knn_moe.reference.provenance import Provenance
 
 _SAMPLE: Final = 1024  # keys whose nearest neighbour is looked up: all, or this many evenly spaced
@@ -58,7 +58,7 @@ def estimate_gamma(
     alone = bool((example == example[0]).all())
     owner = torch.arange(len(keys)) if alone else example
     labels = [(label[rows], label) for label in (owner, case)]
-    near, _ = nearest_others(keys[rows], keys, labels, _CANDIDATES, device or keys.device)
+    near, _ = search_leaving_out(keys[rows], keys, labels, _CANDIDATES, device or keys.device)
     nearest = near.masked_fill(near == 0, float("inf")).amin(dim=-1)
     found = nearest[nearest.isfinite()].double()
     return float(1 / found.mean()) if len(found) else otherwise

@@ -17,8 +17,8 @@ from knn_moe.equations.mixing import confidence, mix_logits, propose_logits
 from knn_moe.equations.similarity import SIMILARITIES
 from knn_moe.errors import ConfigError
 from knn_moe.index import FastIndex, IndexConfig, KeyIndex, build_index, load_index
-from knn_moe.index.fast.fused import MOST_RANKED, Fused, usable
-from knn_moe.index.fast.tensors import Settings
+from knn_moe.index.fast.fused import MOST_RANKED, FusedRecall, kernels_usable
+from knn_moe.index.fast.tensors import KernelConfig
 from knn_moe.index.fast.values import PackedValues
 from knn_moe.memory.compressed import CompressedLayer
 from knn_moe.memory.gamma import Gammas, estimate_by_domain, estimate_gamma
@@ -84,18 +84,18 @@ class LayerRecall(nn.Module):
         self.value_names = list(named_values(values))
         for name, tensor in named_values(values).items():
             self.register_buffer(name, tensor, persistent=False)
-        self.fused: Fused | None = None
+        self.fused: FusedRecall | None = None
         if isinstance(self.index, FastIndex) and isinstance(values, PackedValues):
             self._fuse(self.index, values, count_top)
 
     def _fuse(self, index: FastIndex, values: PackedValues, count_top: int) -> None:
-        if not usable(self.gamma.device, self.k):
+        if not kernels_usable(self.gamma.device, self.k):
             return
         cosine = 0 if self.similarity.uses_gamma else 1
         top = count_top if len(values.centre) <= MOST_RANKED else 0
         kernel = torch.stack([self.gamma, self.confidence_gamma, self.confidence_factor])
-        fused = Fused(index, values, kernel, Settings(self.k, index.probes, cosine, top))
-        index.finder = fused.search
+        fused = FusedRecall(index, values, kernel, KernelConfig(self.k, index.probes, cosine, top))
+        index.kernel_search = fused.search
         if index.keys is None and self.drawn is None and self.ratio is None:
             self.fused = fused
 
@@ -128,7 +128,7 @@ class LayerRecall(nn.Module):
     @property
     def counts_changes(self) -> bool:
         """Whether it also counts the tokens whose experts changed."""
-        return self.fused is not None and self.fused.settings.top > 0
+        return self.fused is not None and self.fused.config.top_k > 0
 
     def nearest(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """The K nearest cases, nearest first: d² of prepared vectors, in the layer's γ where its

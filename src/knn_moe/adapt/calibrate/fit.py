@@ -22,7 +22,7 @@ from knn_moe.adapt.calibrate.widths import WidthParameters
 from knn_moe.config import LayerRouting, RoutingConfig
 from knn_moe.errors import RouterNotCalledError
 from knn_moe.index.exact import squared_distance
-from knn_moe.index.leave_one_out import nearest_others
+from knn_moe.index.leave_one_out import search_leaving_out
 from knn_moe.memory.gamma import Gammas
 from knn_moe.memory.memory import LayerMemory
 from knn_moe.reference.provenance import Provenance
@@ -66,7 +66,7 @@ class Cases:
     def nearest(self, inputs: Tensor, owner: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Of other examples: squared distances and rows [T, count]."""
         labels = [(owner.to(inputs.device), self.owner)]
-        distance, rows = nearest_others(inputs, self.keys, labels, count, inputs.device)
+        distance, rows = search_leaving_out(inputs, self.keys, labels, count, inputs.device)
         return self.in_layer_gamma(distance, rows), rows
 
     def in_layer_gamma(self, distance: Tensor, rows: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from knn_moe.equations.mixing import confidence, neighbour_weights
 from knn_moe.equations.similarity import Similarity
-from knn_moe.index.leave_one_out import nearest_others
+from knn_moe.index.leave_one_out import search_leaving_out
 from knn_moe.memory.memory import LayerMemory
 from knn_moe.recall.recall import Widths
 
@@ -60,7 +60,9 @@ class Layer:
         """Shapes: inputs [T, d]; owner [T] int64."""
         keys = self.similarity.prepare(self.memory.keys)
         queries = self.similarity.prepare(inputs.to(keys.dtype))
-        distance, rows = nearest_others(queries, keys, [(owner, self.owner)], self.k, inputs.device)
+        distance, rows = search_leaving_out(
+            queries, keys, [(owner, self.owner)], self.k, inputs.device
+        )
         if self.ratio is not None:
             distance = distance * self.ratio[rows].to(inputs.device)
         weigh, confidence_factor = (

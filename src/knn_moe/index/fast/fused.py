@@ -1,7 +1,7 @@
-"""A layer's recall on a GPU, from router input to mixed logits, by the kernels of `fast`.
+"""One layer's recall on a GPU, from router input to mixed logits, by the kernels of `fast`.
 
-Launched directly from eager code; from compiled code as one operator, which CUDA graphs capture.
-Needs triton: `usable` says whether it is there. Kernels are compiled when they are first met.
+Eager code launches the kernels directly; compiled code calls one operator, which CUDA graphs can
+capture. Triton is needed only here: `kernels_usable` says whether it is installed.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from knn_moe.index.fast.index import MOST_FOUND, FastIndex
-from knn_moe.index.fast.launch import FEW, FewLauncher, nearest, recall
-from knn_moe.index.fast.tensors import Parts, Settings, make_parts
+from knn_moe.index.fast.launch import DECODE_QUERIES, DecodeLauncher, recall, search
+from knn_moe.index.fast.tensors import KernelConfig, KernelTensors, prepare_tensors
 from knn_moe.index.fast.values import PackedValues
 
-MOST_RANKED: Final = 128  # experts up to which changes are counted by the kernels
+MOST_RANKED: Final = 128  # experts up to which the kernels count changed choices
 
 
 @cache
@@ -27,38 +27,40 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def usable(device: torch.device, k: int) -> bool:
+def kernels_usable(device: torch.device, k: int) -> bool:
+    """Return whether the kernels can find `k` neighbours on `device`."""
     return device.type == "cuda" and k <= MOST_FOUND and _has_triton()
 
 
-class Fused(nn.Module):
-    """FastIndex and PackedValues as the kernels want them, as buffers that compilers take for
-    static tensors."""
+class FusedRecall(nn.Module):
+    """A FastIndex and its PackedValues as the kernels read them.
+
+    A module, so that compilers treat its tensors as static.
+    """
 
     def __init__(
-        self, index: FastIndex, values: PackedValues, kernel: Tensor, settings: Settings
+        self, index: FastIndex, values: PackedValues, widths: Tensor, config: KernelConfig
     ) -> None:
-        """`kernel` [3]: see Parts."""
+        """Prepare the tensors. Shapes: widths [3], see `prepare_tensors`."""
         super().__init__()
-        self.settings = settings
-        parts = make_parts(index, values, kernel)
-        for name, tensor in parts._asdict().items():
+        self.config = config
+        tensors = prepare_tensors(index, values, widths)
+        for name, tensor in tensors._asdict().items():
             self.register_buffer(name, tensor, persistent=False)
         # One copy of the projection: the index keeps a view.
-        index.projection = parts.stacked[: len(index.projection)]
-        self._few = FewLauncher(parts, settings)
+        index.projection = tensors.stacked[: len(index.projection)]
+        self._decode = DecodeLauncher(tensors, config)
 
     def forward(
         self, inputs: Tensor, logits: Tensor, counts: Tensor, real: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """See launch.recall."""
+        """Return mixed logits and confidence: see `launch.recall`."""
         if torch.compiler.is_compiling():
-            parts = [getattr(self, name) for name in Parts._fields]
             mixed, confidence = torch.ops.knn_moe.recall(
-                inputs, logits, counts, real, parts, list(self.settings)
+                inputs, logits, counts, real, self._ordered_tensors(), list(self.config)
             )
             return mixed, confidence
-        run = self._few if inputs.shape[0] <= FEW else self._recall
+        run = self._decode if inputs.shape[0] <= DECODE_QUERIES else self._recall
         if _is_current(inputs.device):
             return run(inputs, logits, counts, real)
         with torch.cuda.device(inputs.device):
@@ -67,25 +69,29 @@ class Fused(nn.Module):
     def _recall(
         self, inputs: Tensor, logits: Tensor, counts: Tensor, real: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        return recall(inputs, logits, counts, real, self._few.parts, self.settings)
+        return recall(inputs, logits, counts, real, self._decode.tensors, self.config)
 
     def search(self, inputs: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """See launch.nearest."""
-        settings = self.settings._replace(k=k)
+        """Return the k nearest by estimate: see `launch.search`."""
+        config = self.config._replace(k=k)
         if torch.compiler.is_compiling():
-            parts = [getattr(self, name) for name in Parts._fields]
-            distances, places = torch.ops.knn_moe.nearest(inputs, parts, list(settings))
+            distances, places = torch.ops.knn_moe.search(
+                inputs, self._ordered_tensors(), list(config)
+            )
             return distances, places
-        with _on(inputs.device):
-            return nearest(inputs, self._few.parts, settings)
+        with _on_device(inputs.device):
+            return search(inputs, self._decode.tensors, config)
+
+    def _ordered_tensors(self) -> list[Tensor]:
+        return [getattr(self, name) for name in KernelTensors._fields]
 
 
 def _is_current(device: torch.device) -> bool:
-    """Kernels are launched on the current device, which need not be the tensors'."""
+    """Return whether `device` is current: kernels run on the current one, not the tensors'."""
     return device.type != "cuda" or device.index == torch.cuda.current_device()
 
 
-def _on(device: torch.device) -> AbstractContextManager[object]:
+def _on_device(device: torch.device) -> AbstractContextManager[object]:
     return nullcontext() if _is_current(device) else torch.cuda.device(device)
 
 
@@ -95,11 +101,11 @@ def _recall(
     logits: Tensor,
     counts: Tensor,
     real: Tensor | None,
-    parts: list[Tensor],
-    settings: list[int],
+    tensors: list[Tensor],
+    config: list[int],
 ) -> tuple[Tensor, Tensor]:
-    with _on(inputs.device):
-        return recall(inputs, logits, counts, real, Parts(*parts), Settings(*settings))
+    with _on_device(inputs.device):
+        return recall(inputs, logits, counts, real, KernelTensors(*tensors), KernelConfig(*config))
 
 
 @_recall.register_fake
@@ -108,20 +114,20 @@ def _(
     logits: Tensor,
     counts: Tensor,
     real: Tensor | None,
-    parts: list[Tensor],
-    settings: list[int],
+    tensors: list[Tensor],
+    config: list[int],
 ) -> tuple[Tensor, Tensor]:
     mixed = torch.empty_like(logits, memory_format=torch.contiguous_format)
     return mixed, inputs.new_empty(len(inputs), dtype=torch.float32)
 
 
-@torch.library.custom_op("knn_moe::nearest", mutates_args=())
-def _nearest(inputs: Tensor, parts: list[Tensor], settings: list[int]) -> tuple[Tensor, Tensor]:
-    with _on(inputs.device):
-        return nearest(inputs, Parts(*parts), Settings(*settings))
+@torch.library.custom_op("knn_moe::search", mutates_args=())
+def _search(inputs: Tensor, tensors: list[Tensor], config: list[int]) -> tuple[Tensor, Tensor]:
+    with _on_device(inputs.device):
+        return search(inputs, KernelTensors(*tensors), KernelConfig(*config))
 
 
-@_nearest.register_fake
-def _(inputs: Tensor, parts: list[Tensor], settings: list[int]) -> tuple[Tensor, Tensor]:
-    distances = inputs.new_empty(len(inputs), settings[0], dtype=torch.float32)
+@_search.register_fake
+def _(inputs: Tensor, tensors: list[Tensor], config: list[int]) -> tuple[Tensor, Tensor]:
+    distances = inputs.new_empty(len(inputs), config[0], dtype=torch.float32)
     return distances, distances.to(torch.int64)

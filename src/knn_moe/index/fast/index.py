@@ -1,9 +1,9 @@
 """`fast`: keys as a few small whole numbers, in lists of which only the nearest are searched.
 
-A key is a point on a grid (grid.py), 4 or 8 bits a coordinate, in the order of a coarse partition
-(partition.py). A query looks into the lists whose centres are nearest, estimates the distance to
-every key there in whole numbers (scan.py), and corrects the winners' for what the projection
-dropped. On a GPU kernels.py does all of it, and the mixing, in two launches or five.
+A key is a point on a grid (grid.py), with 4 or 8 bits for each coordinate, in the order of a coarse
+partition (partition.py). A query probes the lists with the nearest centres, estimates the distance
+to every key there in whole numbers (scan.py), and corrects the nearest for what the projection
+dropped. On a GPU, kernels/ does all of that and the mixing.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ import torch
 from torch import Tensor, nn
 
 from knn_moe.config import DIMS_STEP, IndexConfig
-from knn_moe.index.exact import squared_distance
+from knn_moe.index.exact import spread_evenly, squared_distance
 from knn_moe.index.fast.grid import (
     FARTHEST,
     Correction,
     Grid,
     fit_correction,
     from_codes,
+    round_to_grid,
     to_codes,
-    to_whole,
 )
 from knn_moe.index.fast.packing import pack
 from knn_moe.index.fast.partition import list_means, partition
-from knn_moe.index.fast.scan import NOT_FOUND, PLACE_BITS, Lists, decoded, scan
+from knn_moe.index.fast.scan import NOT_FOUND, PLACE_BITS, Lists, decode_codes, scan
 
-_LEAST_DIMS: Final = 256  # small models have few dimensions to save, and need them
-_FIT: Final = 1024  # keys that the correction comes from
+_FEWEST_DIMS: Final = 256  # small models have few dimensions to save, and need them
+_FIT: Final = 1024  # keys that the correction is fitted to
 _FIT_NEAREST: Final = 17  # and their neighbours, the key itself among them
 _BLOCK: Final = 1 << 15  # keys encoded at a time
 
 # (queries [T, d], k) → squared distances, places [T, k]
-Finder: TypeAlias = Callable[[Tensor, int], tuple[Tensor, Tensor]]
-MOST_FOUND: Final = 128  # neighbours that kernels find; beyond that, plain torch
+KernelSearch: TypeAlias = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+MOST_FOUND: Final = 128  # neighbours that the kernels can find; plain torch finds more
 
 
 class FastIndex(nn.Module):
-    """Codes in list order, the lists' centres, the grid. `search` gives places in that order.
+    """Codes in list order, the lists' centres, and the grid. `search` returns places in list order.
 
-    An nn.Module so that torch.compile takes its tensors for static ones.
+    A module, so that torch.compile treats its tensors as static.
     Shapes: projection [r, d], offset [r], centre [d], step []: see Grid. codes, norms, centres,
-    begin: see Lists. dropped [M] fp16: ‖k⊥‖. rows [M] int32: a place's row of the memory.
-    correction [4]: see Correction. keys [M, d], in list order: only to rank again.
+    begin: see Lists. dropped [M] fp16: ‖k⊥‖. rows [M] int32: the row of the memory at each
+    place. correction [4]: see Correction. keys [M, d], in list order: only with `rerank`.
     """
 
     projection: Tensor
@@ -67,24 +67,24 @@ class FastIndex(nn.Module):
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor, persistent=False)
         self.probes = min(config.probes, len(self.centres))
-        self.finder: Finder | None = None  # kernels that do what `estimate` does
-        # A CPU multiplies bytes, not halves of them: there four-bit codes are taken apart once.
+        self.kernel_search: KernelSearch | None = None  # kernels that replace `estimate`
+        # A CPU multiplies bytes, not halves of them: four-bit codes are unpacked once.
         self.scanned = self.codes
         if self.codes.is_cpu and self.codes.dtype == torch.uint8:
-            self.scanned = decoded(self.codes).to(torch.int8)
+            self.scanned = decode_codes(self.codes).to(torch.int8)
         self.coarse = self.centres.float() if self.centres.is_cpu else self.centres
         self.coarse_norms = self.centres.float().square().sum(dim=-1)
 
     @staticmethod
     def build(keys: Tensor, config: IndexConfig) -> FastIndex:
-        """From keys [M, d], on the device where they lie."""
+        """Build an index of keys on their own device. Shapes: keys [M, d]."""
         grid = Grid.fit(keys, config.dims or default_dims(keys.shape[1]), config.bits)
         projected = torch.cat([grid.project(part) for part in keys.split(_BLOCK)])
         order, begin = partition(projected)
         tensors = {
             **grid._asdict(),
             **_encode(grid, keys, projected, order, config.bits),
-            "centres": to_whole(list_means(projected[order], begin)).to(torch.int8),
+            "centres": round_to_grid(list_means(projected[order], begin)).to(torch.int8),
             "begin": begin.int(),
             "rows": order.int(),
             "correction": torch.zeros(4, device=keys.device),
@@ -93,7 +93,7 @@ class FastIndex(nn.Module):
             tensors["keys"] = keys[order]
         index = FastIndex(tensors, config)
         squares, dropped = index.norms, index.dropped.float().square()
-        # Twice: what is found depends on how ‖k⊥‖² is weighed, and that comes from what is found.
+        # Twice: the neighbours found depend on the weight of ‖k⊥‖², which is fitted to them.
         for _ in range(2):
             fitted = index._fit(keys)
             index.correction = torch.stack(fitted)
@@ -102,6 +102,7 @@ class FastIndex(nn.Module):
         return index
 
     def tensors(self) -> dict[str, Tensor]:
+        """See KeyIndex."""
         return dict(self.named_buffers())
 
     def search(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -115,29 +116,30 @@ class FastIndex(nn.Module):
         return distance, places.gather(1, order)
 
     def estimate(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The k nearest by estimate, nearest first. Shapes: queries [T, d] → [T, k] twice."""
-        if self.finder is not None and k <= MOST_FOUND:
-            return self.finder(queries, k)
+        """Return the k nearest by estimate, nearest first. Shapes: as `search`."""
+        if self.kernel_search is not None and k <= MOST_FOUND:
+            return self.kernel_search(queries, k)
         found, dropped = self._scan(queries, k)
-        estimate, places = _taken_apart(found)
+        estimate, places = _unpack_found(found)
         correction = Correction(*self.correction)
         grid = correction.apply(estimate, dropped, self.dropped[places].float())
         distance = grid * self.step.square()
         return distance.masked_fill(found == NOT_FOUND, float("inf")), places
 
     def _scan(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """What `scan` finds, and ‖x⊥‖² of the queries. Shapes: [T, d] → [T, k] int64, [T]."""
+        """Return what `scan` finds, and ‖x⊥‖². Shapes: queries [T, d] → [T, k] int64, [T]."""
         grid = Grid(self.projection, self.offset, self.centre, self.step)
         lists = Lists(self.scanned, self.norms, self.coarse, self.coarse_norms, self.begin)
         projected = grid.project(queries)
-        return scan(lists, to_whole(projected), self.probes, k), grid.dropped(queries, projected)
+        return scan(lists, round_to_grid(projected), self.probes, k), grid.dropped(
+            queries, projected
+        )
 
     def _fit(self, keys: Tensor) -> Correction:
-        """From a sample of the keys and their nearest other keys, as they are found now."""
-        count = min(_FIT, len(keys))
-        sample = torch.arange(count, device=keys.device) * len(keys) // count
+        """Fit the correction to a sample of the keys and the neighbours found for them."""
+        sample = spread_evenly(min(_FIT, len(keys)), len(keys), keys.device)
         found, dropped = self._scan(keys[sample], min(_FIT_NEAREST, len(keys)))
-        estimate, places = _taken_apart(found)
+        estimate, places = _unpack_found(found)
         rows = self.rows[places].long()
         other = (found != NOT_FOUND) & (rows != sample[:, None])
         exact = squared_distance(keys[sample, None], keys[rows]) / self.step.square()
@@ -148,20 +150,20 @@ class FastIndex(nn.Module):
 
 
 def candidates(k: int) -> int:
-    """How many are found by estimate so that the true distances can choose k among them."""
+    """Return how many candidates exact distances choose k neighbours from."""
     return 4 * k + 12
 
 
 def default_dims(width: int) -> int:
-    """An eighth of the inputs' width, but not so few that a small model suffers."""
-    dims = max(width // 8, min(width, _LEAST_DIMS))
+    """Return an eighth of the inputs' width, but enough for a small model."""
+    dims = max(width // 8, min(width, _FEWEST_DIMS))
     return -(-dims // DIMS_STEP) * DIMS_STEP
 
 
 def _encode(
     grid: Grid, keys: Tensor, projected: Tensor, order: Tensor, bits: int
 ) -> dict[str, Tensor]:
-    """codes, norms and dropped, in the order of the lists, block by block."""
+    """Return codes, norms and dropped, in the order of the lists."""
     parts: dict[str, list[Tensor]] = {"codes": [], "norms": [], "dropped": []}
     for rows in order.split(_BLOCK):
         dropped = grid.dropped(keys[rows], projected[rows])
@@ -174,7 +176,7 @@ def _encode(
     return {name: torch.cat(tensors) for name, tensors in parts.items()}
 
 
-def _taken_apart(found: Tensor) -> tuple[Tensor, Tensor]:
-    """Estimates as fp32, and places, 0 where nothing was found. Shapes: [T, k] → [T, k] twice."""
+def _unpack_found(found: Tensor) -> tuple[Tensor, Tensor]:
+    """Return estimates in fp32, and places, 0 where nothing was found. Shapes: [T, k] twice."""
     places = torch.where(found == NOT_FOUND, 0, found & (2**PLACE_BITS - 1))
     return (found >> PLACE_BITS).float(), places

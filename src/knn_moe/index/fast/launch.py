@@ -1,27 +1,33 @@
-"""The kernels of `fast`, launched: which of them, how many programs, what room they need.
+"""Launches the kernels of `fast`: which of them, in how many programs, with what scratch memory.
 
-A few queries need two launches, some need a matrix product and two, many need two products and
-four. Kernels are compiled when they are first met.
+Up to DECODE_QUERIES queries take two launches (kernels/decode.py); up to _SMALL_BATCH a matrix
+product and two (kernels/small_batch.py); more of them two products and four launches
+(kernels/prefill.py). Triton compiles a kernel when it is first launched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from knn_moe.index.exact import product
-from knn_moe.index.fast.tensors import Parts, Settings, Shapes, power, shapes_of
+from knn_moe.index.exact import dot_products
+from knn_moe.index.fast.tensors import (
+    KernelConfig,
+    KernelTensors,
+    kernel_constants,
+    next_power_of_two,
+)
 
-FEW: Final = 4  # queries that one launch serves
-_SOME: Final = 256  # queries whose coarse distances come with their projection
-_PER_QUEUE: Final = 16  # programs that share a queue, where it is long
-_AT_ONCE: Final = 8192  # queries served together: bounds what the queues hold
+DECODE_QUERIES: Final = 4  # queries up to which one launch scans and mixes
+_SMALL_BATCH: Final = 256  # queries up to which coarse distances come with the projection
+_PER_QUEUE: Final = 16  # programs that share a list's queue, where it is long
+_AT_ONCE: Final = 8192  # queries served together: bounds the memory of the queues
 _ROWS: Final = 4  # rows of a matrix that one program multiplies
 _COLUMNS: Final = 4096  # and columns at a time
-_A_WARP: Final = 512  # of them for each warp
+_COLUMNS_PER_WARP: Final = 512
 _PROGRAMS: Final = 384  # for a query: they run at once, three to a multiprocessor
 
 
@@ -30,172 +36,192 @@ def recall(
     logits: Tensor,
     counts: Tensor,
     real: Tensor | None,
-    parts: Parts,
-    settings: Settings,
+    tensors: KernelTensors,
+    config: KernelConfig,
 ) -> tuple[Tensor, Tensor]:
-    """Mixed logits and confidence; the call is added to `counts`.
+    """Search, weigh and mix (§4.2), and add the call to `counts`.
 
-    Shapes: inputs [T, d], prepared; logits [T, N]; counts [4], see hooks.Counts; real [T] bool,
-    None: all are → [T, N] in the logits' dtype, [T] fp32.
+    Args:
+        inputs: Prepared router inputs. Shape [T, d].
+        logits: The router's own logits. Shape [T, N].
+        counts: Calls, tokens, changed tokens and summed confidence; changed in place. Shape [4].
+        real: Which tokens are no padding; None: all. Shape [T] bool.
+        tensors: The index and its values.
+        config: What is asked.
+
+    Returns:
+        Mixed logits [T, N] in the logits' dtype, and confidence [T] in fp32.
     """
-    if len(inputs) <= FEW:
-        return FewLauncher(parts, settings)(inputs, logits, counts, real)
+    if len(inputs) <= DECODE_QUERIES:
+        return DecodeLauncher(tensors, config)(inputs, logits, counts, real)
     inputs, logits = inputs.contiguous(), logits.contiguous()
     mixed = torch.empty_like(logits)
     confidence = torch.empty(len(inputs), dtype=torch.float32, device=inputs.device)
-    if len(inputs) <= min(_SOME, _AT_ONCE):
-        _scan_pairs(inputs, parts, settings, (logits, counts, real, mixed, confidence))
+    if len(inputs) <= min(_SMALL_BATCH, _AT_ONCE):
+        _scan_pairs(inputs, tensors, config, (logits, counts, real, mixed, confidence))
         return mixed, confidence
-    shapes = shapes_of(parts, settings)
+    constants = kernel_constants(tensors, config) | {"MASKED": int(real is not None)}
     for start in range(0, len(inputs), _AT_ONCE):
         part = slice(start, start + _AT_ONCE)
-        projected, found = _scan_queues(inputs[part], parts, settings)
-        kernels().finish[(len(projected),)](
+        projected, found = _scan_queues(inputs[part], tensors, config)
+        _launch(
+            "mix_found", (len(projected),),
             inputs[part], logits[part], counts, counts if real is None else real[part],
-            mixed[part], confidence[part], projected, parts.shift, parts.dropped, parts.centre,
-            parts.constants, parts.value_codes, parts.value_steps, parts.value_centre, found,
-            inputs.shape[1], projected.stride(0), int(start == 0),
-            R=shapes.r, N=shapes.n, K=settings.k, KP=shapes.kp, PROBES=settings.probes,
-            VALUE_BITS=shapes.value_bits, COSINE=settings.cosine, TOP=settings.top,
-            MASKED=int(real is not None), DP=shapes.dp, RP=shapes.rp, NP=shapes.np,
-            FOUND=shapes.found, num_warps=2,
+            mixed[part], confidence[part], projected, tensors.shift, tensors.dropped,
+            tensors.centre, tensors.constants, tensors.value_codes, tensors.value_steps,
+            tensors.value_centre, found, inputs.shape[1], projected.stride(0), int(start == 0),
+            constants=constants, num_warps=2,
         )  # fmt: skip
     return mixed, confidence
 
 
-def nearest(inputs: Tensor, parts: Parts, settings: Settings) -> tuple[Tensor, Tensor]:
-    """As FastIndex.estimate. Shapes: inputs [T, d] → squared distances, places [T, k]."""
+def search(inputs: Tensor, tensors: KernelTensors, config: KernelConfig) -> tuple[Tensor, Tensor]:
+    """Return the k nearest keys, as FastIndex.estimate does.
+
+    Shapes: inputs [T, d] → squared distances, places [T, k].
+    """
     inputs = inputs.contiguous()
-    shapes = shapes_of(parts, settings)
-    distances = torch.empty(len(inputs), settings.k, dtype=torch.float32, device=inputs.device)
-    places = torch.empty(len(inputs), settings.k, dtype=torch.int64, device=inputs.device)
-    search = _scan_pairs if len(inputs) <= min(_SOME, _AT_ONCE) else _scan_queues
+    constants = kernel_constants(tensors, config)
+    distances = torch.empty(len(inputs), config.k, dtype=torch.float32, device=inputs.device)
+    places = torch.empty(len(inputs), config.k, dtype=torch.int64, device=inputs.device)
+    scan = _scan_pairs if len(inputs) <= min(_SMALL_BATCH, _AT_ONCE) else _scan_queues
     for start in range(0, len(inputs), _AT_ONCE):
         part = slice(start, start + _AT_ONCE)
-        projected, found = search(inputs[part], parts, settings)
-        kernels().merge[(len(projected),)](
-            inputs[part], projected, parts.shift, parts.dropped, parts.centre, parts.constants,
-            found, distances[part], places[part], inputs.shape[1], projected.stride(0),
-            R=shapes.r, K=settings.k, KP=shapes.kp, PROBES=settings.probes, DP=shapes.dp,
-            RP=shapes.rp, FOUND=shapes.found, num_warps=2,
+        projected, found = scan(inputs[part], tensors, config)
+        _launch(
+            "merge_found", (len(projected),),
+            inputs[part], projected, tensors.shift, tensors.dropped, tensors.centre,
+            tensors.constants, found, distances[part], places[part], inputs.shape[1],
+            projected.stride(0), constants=constants, num_warps=2,
         )  # fmt: skip
     return distances, places
 
 
 def _scan_pairs(
     inputs: Tensor,
-    parts: Parts,
-    settings: Settings,
+    tensors: KernelTensors,
+    config: KernelConfig,
     mixing: tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Projected queries [T, r + L], and what each of their lists found [T, probes, KP].
+    """Return projected queries [T, r + L], and what each of their lists found [T, probes, KP].
 
-    `mixing`: logits, counts, real, and where mixed logits and confidence go.
+    `mixing`: logits, counts, real, and where mixed logits and confidence go; None: do not mix.
     """
-    shapes, early_launch = _with_options(parts, settings)
+    constants = kernel_constants(tensors, config)
     count, device = len(inputs), inputs.device
-    found = torch.empty(count, settings.probes, shapes.kp, dtype=torch.int64, device=device)
-    words = torch.empty(count, 2 * shapes.wp + 1, dtype=torch.int32, device=device)
-    early = torch.empty(count, 1 + shapes.np, dtype=torch.float32, device=device)
-    lists = torch.empty(count, settings.probes, dtype=torch.int32, device=device)
+    found = torch.empty(count, config.probes, constants["KP"], dtype=torch.int64, device=device)
+    words = torch.empty(count, 2 * constants["WP"] + 1, dtype=torch.int32, device=device)
+    early = torch.empty(count, 1 + constants["NP"], dtype=torch.float32, device=device)
+    lists = torch.empty(count, config.probes, dtype=torch.int32, device=device)
     arrived = torch.empty(count, dtype=torch.int32, device=device)
-    projected = product(inputs, parts.stacked)
+    projected = dot_products(inputs, tensors.stacked)
     logits, counts, real, mixed, confidence = mixing or (words, found, None, words, early)
-    kernels().choose[(count, 2)](
-        inputs, logits, projected, parts.shift, parts.centre, parts.constants, lists, words, early,
-        arrived, len(parts.points), inputs.shape[1], projected.stride(0),
-        R=shapes.r, N=shapes.n, PROBES=settings.probes, BITS=shapes.bits,
-        TOP=settings.top if mixing else 0, PP=power(settings.probes), LP=shapes.lp, DP=shapes.dp,
-        RP=shapes.rp, NP=shapes.np, WP=shapes.wp, PDL=shapes.pdl, num_warps=4, **early_launch,
+    constants["MASKED"], constants["MIX"] = int(real is not None), int(mixing is not None)
+    constants["TOP"] = config.top_k if mixing else 0
+    _launch(
+        "choose_lists", (count, 2),
+        inputs, logits, projected, tensors.shift, tensors.centre, tensors.constants, lists, words,
+        early, arrived, len(tensors.points), inputs.shape[1], projected.stride(0),
+        constants=constants,
     )  # fmt: skip
-    kernels().scan_pairs[(lists.numel(),)](
+    _launch(
+        "scan_pairs", (lists.numel(),),
         logits, counts, counts if real is None else real, mixed, confidence, words, early, arrived,
-        lists, found, parts.begin, parts.codes.view(torch.int32), parts.norms, parts.dropped,
-        parts.constants, parts.value_codes, parts.value_steps, parts.value_centre,
-        R=shapes.r, N=shapes.n, K=settings.k, KP=shapes.kp, PROBES=settings.probes,
-        BITS=shapes.bits, VALUE_BITS=shapes.value_bits, COSINE=settings.cosine,
-        TOP=settings.top if mixing else 0, MASKED=int(real is not None), NP=shapes.np,
-        WP=shapes.wp, FOUND=shapes.found, MIX=int(mixing is not None), ASM=shapes.asm,
-        PDL=shapes.pdl, num_warps=4, **early_launch,
+        lists, found, tensors.begin, tensors.codes.view(torch.int32), tensors.norms,
+        tensors.dropped, tensors.constants, tensors.value_codes, tensors.value_steps,
+        tensors.value_centre, constants=constants,
     )  # fmt: skip
     return projected, found
 
 
-def _scan_queues(inputs: Tensor, parts: Parts, settings: Settings) -> tuple[Tensor, Tensor]:
-    """As _scan_pairs, without the mixing; projected queries [T, r]."""
-    shapes, count, device = shapes_of(parts, settings), len(inputs), inputs.device
-    found = torch.empty(count, settings.probes, shapes.kp, dtype=torch.int64, device=device)
-    projected = product(inputs, parts.stacked[: shapes.r])
-    points = torch.empty(count, shapes.r, dtype=parts.points.dtype, device=device)
-    kernels().round_queries[(-(-points.numel() // 4096),)](
-        projected, parts.shift, points, points.numel(), R=shapes.r, BLOCK=4096
-    )
-    coarse = product(points, parts.points)
-    queues = torch.empty(len(parts.points), count, dtype=torch.int32, device=device)
-    lengths = torch.zeros(len(parts.points), dtype=torch.int32, device=device)
-    kernels().queue_up[(count,)](
-        coarse, parts.point_norms, queues, lengths, count, len(parts.points),
-        PROBES=settings.probes, PP=power(settings.probes), LP=shapes.lp,
-        num_warps=min(max(shapes.lp // 512, 1), 8),
+def _scan_queues(
+    inputs: Tensor, tensors: KernelTensors, config: KernelConfig
+) -> tuple[Tensor, Tensor]:
+    """Return projected queries [T, r], and what each of their lists found [T, probes, KP]."""
+    constants, count, device = kernel_constants(tensors, config), len(inputs), inputs.device
+    found = torch.empty(count, config.probes, constants["KP"], dtype=torch.int64, device=device)
+    projected = dot_products(inputs, tensors.stacked[: constants["R"]])
+    points = torch.empty(projected.shape, dtype=tensors.points.dtype, device=device)
+    _launch(
+        "round_queries", (-(-points.numel() // 4096),),
+        projected, tensors.shift, points, points.numel(), constants=constants | {"BLOCK": 4096},
     )  # fmt: skip
-    typical = count * settings.probes / len(parts.points)  # queries in a queue
+    coarse = dot_products(points, tensors.points)
+    lists = len(tensors.points)
+    queues = torch.empty(lists, count, dtype=torch.int32, device=device)
+    lengths = torch.zeros(lists, dtype=torch.int32, device=device)
+    _launch(
+        "queue_up", (count,),
+        coarse, tensors.point_norms, queues, lengths, count, lists,
+        constants=constants, num_warps=min(max(constants["LP"] // 512, 1), 8),
+    )  # fmt: skip
+    typical = count * config.probes / lists  # queries in a queue
     block = 16 if typical < 32 else 64
     # Queues differ in length, up to all queries in one: enough programs for that, most of which
     # find nothing to do.
     programs = min(-(-count // block), _PER_QUEUE)
-    width = parts.codes.shape[1]
-    kernels().scan_queues[(len(parts.points), programs)](
-        points, parts.codes, parts.norms, parts.begin, queues, lengths, found, count, R=shapes.r,
-        BITS=shapes.bits, KP=shapes.kp, PROBES=settings.probes, QUERIES=block,
-        CHUNK=min(width & -width, 128), num_warps=4,
+    width = tensors.codes.shape[1]
+    _launch(
+        "scan_queues", (lists, programs),
+        points, tensors.codes, tensors.norms, tensors.begin, queues, lengths, found, count,
+        constants=constants | {"QUERIES": block, "CHUNK": min(width & -width, 128)},
     )  # fmt: skip
     return projected, found
 
 
-class FewLauncher:
-    """Two launches for a few queries. Eager decoding waits for the CPU: what does not change from
-    call to call is worked out once."""
+def _launch(
+    name: str,
+    grid: tuple[int, ...],
+    *arguments: Tensor | int,
+    constants: Mapping[str, int],
+    num_warps: int = 4,
+) -> None:
+    """Launch a kernel, with those of the constants that it takes."""
+    kernel = getattr(kernels(), name)
+    kernel[grid](*arguments, **_select(kernel, constants), num_warps=num_warps)
 
-    def __init__(self, parts: Parts, settings: Settings) -> None:
-        shapes, early_launch = _with_options(parts, settings)
-        self.parts = parts
-        self.rows, self.width = parts.stacked.shape
-        self.lists = len(parts.points)
-        self.slots = settings.probes * shapes.kp
-        block = min(max(power(self.width), 32), _COLUMNS)
-        warps = {"num_warps": min(max(block // _A_WARP, 1), 8)}
+
+def _select(kernel: Any, constants: Mapping[str, int]) -> dict[str, Any]:
+    """Return the constants that a kernel takes, in its order, and how it may be launched."""
+    taken = {name: constants[name] for name in kernel.arg_names if name in constants}
+    return taken | ({"launch_pdl": True} if taken.get("PDL") else {})
+
+
+class DecodeLauncher:
+    """Two launches for up to DECODE_QUERIES queries.
+
+    Eager decoding waits for the CPU, so whatever does not change between calls is worked out once.
+    """
+
+    def __init__(self, tensors: KernelTensors, config: KernelConfig) -> None:
+        constants = kernel_constants(tensors, config)
+        self.tensors = tensors
+        self.rows, self.width = tensors.stacked.shape
+        self.lists = len(tensors.points)
+        self.slots = config.probes * constants["KP"]
+        block = min(max(next_power_of_two(self.width), 32), _COLUMNS)
         self.project = _Launcher(
-            "project",
-            (parts.stacked, parts.shift, parts.centre, parts.constants),
-            {"SLOTS": self.slots, "FOUND": shapes.found, "ROWS": _ROWS, "BLOCK": block,
-             "ASM": shapes.asm, "PDL": shapes.pdl},
-            warps | early_launch,
-        )  # fmt: skip
-        mine = -(-self.lists // _PROGRAMS)  # lists to a program
-        self.programs = -(-self.lists // mine)
+            "decode_project",
+            (tensors.stacked, tensors.shift, tensors.centre, tensors.constants),
+            constants | {"SLOTS": self.slots, "ROWS": _ROWS, "BLOCK": block},
+            num_warps=min(max(block // _COLUMNS_PER_WARP, 1), 8),
+        )
+        lists_per_program = -(-self.lists // _PROGRAMS)
+        self.programs = -(-self.lists // lists_per_program)
+        constants["MINE"] = next_power_of_two(lists_per_program)
         fixed = (
-            parts.begin, parts.codes.view(torch.int32), parts.norms, parts.dropped,
-            parts.constants, parts.value_codes, parts.value_steps, parts.value_centre,
+            tensors.begin, tensors.codes.view(torch.int32), tensors.norms, tensors.dropped,
+            tensors.constants, tensors.value_codes, tensors.value_steps, tensors.value_centre,
         )  # fmt: skip
-        self.few, self.few_masked = (
-            _Launcher(
-                "few",
-                fixed,
-                {"R": shapes.r, "N": shapes.n, "K": settings.k, "KP": shapes.kp,
-                 "PROBES": settings.probes, "BITS": shapes.bits, "VALUE_BITS": shapes.value_bits,
-                 "COSINE": settings.cosine, "TOP": settings.top, "MASKED": masked,
-                 "LP": shapes.lp, "RP": shapes.rp, "NP": shapes.np, "WP": shapes.wp,
-                 "MINE": power(mine), "FOUND": shapes.found, "ASM": shapes.asm,
-                 "PDL": shapes.pdl},
-                {"num_warps": 4} | early_launch,
-            )
+        self.recall, self.recall_masked = (
+            _Launcher("decode_recall", fixed, constants | {"MASKED": masked}, num_warps=4)
             for masked in (0, 1)
-        )  # fmt: skip
+        )
 
     def __call__(
         self, inputs: Tensor, logits: Tensor, counts: Tensor, real: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """See recall."""
+        """See `recall`."""
         inputs, logits = inputs.contiguous(), logits.contiguous()
         count = inputs.shape[0]
         mixed = torch.empty_like(logits)
@@ -212,8 +238,8 @@ class FewLauncher:
             after=(projected, found),
             numbers=(self.width, self.rows, stride),
         )
-        few, mask = (self.few, counts) if real is None else (self.few_masked, real)
-        few(
+        run, mask = (self.recall, counts) if real is None else (self.recall_masked, real)
+        run(
             (self.programs + 1, count, 1),
             before=(logits, counts, mask, mixed, confidence, projected, found),
             after=(),
@@ -223,25 +249,25 @@ class FewLauncher:
 
 
 class _Launcher:
-    """Launches a kernel as it was compiled the first time, some of whose tensors never change.
+    """Launches a kernel, some of whose tensors never change, as it was compiled the first time.
 
-    That skips looking at what the arguments are; that they are what the kernel was compiled for is
-    seen to here: the same dtype of the first, the same numbers, all tensors aligned.
+    That skips Triton's look at the arguments. This class makes sure that they are what the kernel
+    was compiled for: the same dtype of the first, the same numbers, all tensors aligned.
     """
 
     def __init__(
         self,
         name: str,
         fixed: tuple[Tensor, ...],
-        constants: dict[str, int],
-        options: dict[str, Any],
+        constants: Mapping[str, int],
+        num_warps: int,
     ) -> None:
-        self.name = name
+        self.kernel = getattr(kernels(), name)
         self.fixed = fixed
         self.fixed_pointers = [tensor.data_ptr() for tensor in fixed]
-        self.constants = constants
-        self.options = options
-        self.runners: dict[tuple[Any, ...], Callable[..., None]] = {}
+        self.options = _select(self.kernel, constants) | {"num_warps": num_warps}
+        self.constants = [constants[name] for name in self.kernel.arg_names if name in constants]
+        self.compiled: dict[tuple[Any, ...], Callable[..., None]] = {}
 
     def __call__(
         self,
@@ -251,30 +277,23 @@ class _Launcher:
         after: tuple[Tensor, ...],
         numbers: tuple[int, ...],
     ) -> None:
-        """Arguments in the kernel's order: `before`, those that never change, `after`, numbers."""
+        """Launch, with arguments in the kernel's order: `before`, the fixed, `after`, numbers."""
         first = [tensor.data_ptr() for tensor in before]
         last = [tensor.data_ptr() for tensor in after]
-        met = (before[0].dtype, grid, numbers)
+        compiled_for = (before[0].dtype, grid, numbers)
         aligned = not any(pointer & 15 for pointer in (*first, *last))
-        runner = self.runners.get(met) if aligned else None
-        if runner is not None:
-            runner(*first, *self.fixed_pointers, *last, *numbers, *self.constants.values())
+        run = self.compiled.get(compiled_for) if aligned else None
+        if run is not None:
+            run(*first, *self.fixed_pointers, *last, *numbers, *self.constants)
             return
         tensors = (*before, *self.fixed, *after)
-        kernel = getattr(kernels(), self.name)
-        compiled = kernel[grid](*tensors, *numbers, **self.constants, **self.options)
+        compiled = self.kernel[grid](*tensors, *numbers, **self.options)
         if aligned and compiled is not None:  # the interpreter compiles nothing
-            self.runners[met] = compiled[grid]
-
-
-def _with_options(parts: Parts, settings: Settings) -> tuple[Shapes, dict[str, bool]]:
-    """Shapes, and the option to launch kernels early where they can wait for the one before."""
-    shapes = shapes_of(parts, settings)
-    return shapes, {"launch_pdl": True} if shapes.pdl else {}
+            self.compiled[compiled_for] = compiled[grid]
 
 
 def kernels() -> Any:
-    """Imported when first needed: triton may be missing."""
-    import knn_moe.index.fast.kernels as found
+    """Import the kernels when they are first needed: Triton may be missing."""
+    import knn_moe.index.fast.kernels as package
 
-    return found
+    return package

@@ -1,6 +1,6 @@
-"""A coarse partition of a layer's keys: lists of neighbours, none longer than the kernels' tile.
+"""A coarse partition of a layer's keys into lists of neighbours, of at most LONGEST keys each.
 
-k-means on a sample, then every list that came out too long is cut along its widest direction.
+k-means on a sample; then every list that is too long is cut along its widest direction.
 Knows points and lists; nothing of codes or of routing.
 """
 
@@ -11,7 +11,9 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-LONGEST: Final = 512  # points of a list
+from knn_moe.index.exact import spread_evenly
+
+LONGEST: Final = 512  # points of a list: a kernel's tile
 _TYPICAL: Final = 384  # points per k-means cell
 _SAMPLE: Final = 128  # points per cell that k-means sees
 _ROUNDS: Final = 8
@@ -26,7 +28,7 @@ class Partition(NamedTuple):
 
 
 def partition(points: Tensor) -> Partition:
-    """Group points into lists of at most LONGEST. Shapes: points [M, r], fp32."""
+    """Group points into lists of at most LONGEST. Shapes: points [M, r] fp32."""
     cell = nearest_centre(points, _k_means(points, max(len(points) // _TYPICAL, 1)))
     cell = _cut(points, cell)
     order = torch.argsort(cell, stable=True)
@@ -37,23 +39,29 @@ def partition(points: Tensor) -> Partition:
 
 
 def list_means(points: Tensor, begin: Tensor) -> Tensor:
-    """Each list's mean. Shapes: points [M, r], in the partition's order; begin [L + 1] → [L, r]."""
+    """Return the mean of each list.
+
+    Shapes: points [M, r], in the partition's order; begin [L + 1] → [L, r].
+    """
     sizes = begin.diff()
     of = torch.repeat_interleave(torch.arange(len(sizes), device=points.device), sizes)
     return _sums(points, of, len(sizes)) / sizes[:, None]
 
 
 def nearest_centre(points: Tensor, centres: Tensor) -> Tensor:
-    """Shapes: points [M, r]; centres [L, r] → [M] int64."""
+    """Return the number of each point's nearest centre.
+
+    Shapes: points [M, r]; centres [L, r] → [M] int64.
+    """
     norms = centres.square().sum(dim=-1)
     parts = [(norms - 2 * part @ centres.T).argmin(dim=-1) for part in points.split(_BLOCK)]
     return torch.cat(parts)
 
 
 def _k_means(points: Tensor, cells: int) -> Tensor:
-    """Lloyd's rounds on an even sample, from even points; an empty cell keeps its centre."""
-    sample = points[_even(len(points), min(cells * _SAMPLE, len(points)), points.device)]
-    centres = sample[_even(len(sample), cells, points.device)].clone()
+    """Run Lloyd's algorithm on an even sample; an empty cell keeps its centre."""
+    sample = points[spread_evenly(min(cells * _SAMPLE, len(points)), len(points), points.device)]
+    centres = sample[spread_evenly(cells, len(sample), points.device)].clone()
     for _ in range(_ROUNDS):
         cell = nearest_centre(sample, centres)
         sizes = torch.bincount(cell, minlength=cells)[:, None]
@@ -62,7 +70,7 @@ def _k_means(points: Tensor, cells: int) -> Tensor:
 
 
 def _cut(points: Tensor, cell: Tensor) -> Tensor:
-    """Number the lists anew, without empty ones, each long one cut into equal parts."""
+    """Renumber the lists, without empty ones, with each long one cut into equal parts."""
     _, cell, sizes = torch.unique(cell, return_inverse=True, return_counts=True)
     mean = _sums(points, cell, len(sizes)) / sizes[:, None]
     spread = _sums(points.square(), cell, len(sizes)) / sizes[:, None] - mean.square()
@@ -81,7 +89,3 @@ def _cut(points: Tensor, cell: Tensor) -> Tensor:
 def _sums(points: Tensor, cell: Tensor, cells: int) -> Tensor:
     total = points.new_zeros(cells, points.shape[1])
     return total.index_add_(0, cell, points)
-
-
-def _even(count: int, wanted: int, device: torch.device) -> Tensor:
-    return torch.arange(wanted, device=device) * count // wanted

@@ -1,7 +1,7 @@
-"""The search of `fast`, in plain torch: nearest lists, then nearest keys in them.
+"""The search of `fast`, in plain torch: the nearest lists, then the nearest keys in them.
 
-Everything is a whole number, so every way of computing it gives the same result: these, and the
-kernels (kernels.py) that are tested against them. Shapes: T queries, L lists, M keys, r dims.
+Every number is whole, so every way to compute it gives the same result: the two here, and the
+kernels (kernels/), which are tested against them. Shapes: T queries, L lists, M keys, r dimensions.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from knn_moe.index.fast.partition import LONGEST
 PLACE_BITS: Final = 32  # a result is estimate · 2³² + place
 NOT_FOUND: Final = torch.iinfo(torch.int64).max
 NOWHERE: Final = torch.iinfo(torch.int32).max  # not found, within a list
-BINS: Final = 128  # of the keys of a list BINS places apart, only the nearest is kept
-_FEW: Final = 8  # queries that are looked up one by one
+BINS: Final = 128  # of keys in a list that are BINS places apart, only the nearest is kept
+_ONE_BY_ONE: Final = 8  # queries up to which each is searched on its own
 
 
 class Lists(NamedTuple):
-    """Keys in lists. Shapes: codes [M, r/2] uint8 or [M, r] int8; norms [M] int32, ‖k‖² with a
-    share of ‖k⊥‖²; centres [L, r], whole; centre_norms [L] fp32, their ‖c‖²; begin [L + 1] int32,
-    the lists' first places."""
+    """Keys in lists.
+
+    Shapes: codes [M, r/2] uint8 or [M, r] int8; norms [M] int32, ‖k‖² + w ‖k⊥‖²; centres [L, r],
+    whole numbers; centre_norms [L] fp32, ‖c‖²; begin [L + 1] int32, the lists' first places.
+    """
 
     codes: Tensor
     norms: Tensor
@@ -36,43 +38,54 @@ class Lists(NamedTuple):
     begin: Tensor
 
 
-def scan(lists: Lists, whole: Tensor, probes: int, k: int) -> Tensor:
-    """The k least estimate · 2³² + place among the keys of the nearest lists, ascending.
+def scan(lists: Lists, points: Tensor, probes: int, k: int) -> Tensor:
+    """Return the k smallest estimate · 2³² + place among the keys of the nearest lists, ascending.
 
-    estimate = min(‖q - k‖² + w ‖k⊥‖², FARTHEST). A key's place breaks ties. Of the keys of a list
-    that are BINS places apart only the nearest counts: choosing k of a quarter of the keys is
-    cheaper, and seldom loses one. Where fewer are left than k, the rest is NOT_FOUND.
-    Shapes: whole [T, r] fp32 → [T, k] int64.
+    estimate = min(‖q - k‖² + w ‖k⊥‖², FARTHEST). A key's place breaks ties. Of keys in a list that
+    are BINS places apart only the nearest counts: choosing k of a quarter of the keys is cheaper,
+    and seldom loses one. Where fewer than k are left, the rest is NOT_FOUND.
+
+    Args:
+        lists: The keys.
+        points: The queries, rounded to the grid. Shape [T, r] fp32.
+        probes: How many lists to search for each query.
+        k: How many keys to find.
+
+    Returns:
+        Shape [T, k] int64.
     """
     if torch.compiler.is_compiling():
-        found: Tensor = torch.ops.knn_moe.scan(*lists, whole, probes, k)
+        found: Tensor = torch.ops.knn_moe.scan(list(lists), points, probes, k)
         return found
-    probed = nearest_lists(lists, whole, probes)
-    if len(whole) <= _FEW:
-        return _scan_each(lists, whole, probed, k)
-    return _scan_grouped(lists, whole, probed, k)
+    probed = nearest_lists(lists, points, probes)
+    if len(points) <= _ONE_BY_ONE:
+        return _scan_each(lists, points, probed, k)
+    return _scan_grouped(lists, points, probed, k)
 
 
-def nearest_lists(lists: Lists, whole: Tensor, probes: int) -> Tensor:
-    """Lists by ‖c‖² - 2q·c, nearest first, the lower number first among equals. [T, probes]."""
-    coarse = torch.add(lists.centre_norms, whole @ lists.centres.float().T, alpha=-2)
-    numbers = torch.arange(len(lists.centres), device=whole.device)
+def nearest_lists(lists: Lists, points: Tensor, probes: int) -> Tensor:
+    """Return the lists nearest by ‖c‖² - 2q·c, ties to the lower number.
+
+    Shapes: points [T, r] → [T, probes] int64.
+    """
+    coarse = torch.add(lists.centre_norms, points @ lists.centres.float().T, alpha=-2)
+    numbers = torch.arange(len(lists.centres), device=points.device)
     ranked = (coarse.long() << PLACE_BITS) + numbers
     nearest = torch.topk(ranked, probes, dim=-1, largest=False).values
     numbers_only: Tensor = nearest & (2**PLACE_BITS - 1)
     return numbers_only
 
 
-def _scan_each(lists: Lists, whole: Tensor, probed: Tensor, k: int) -> Tensor:
-    """One query after the other, its lists side by side."""
-    queries, square = _factors(lists, whole)
+def _scan_each(lists: Lists, points: Tensor, probed: Tensor, k: int) -> Tensor:
+    """Search query by query, each through its lists side by side."""
+    queries, square = _factors(lists, points)
     results = [probed.new_empty(0, k)]
     probed = probed.sort(dim=-1).values
     spans = torch.stack([lists.begin[probed], lists.begin[probed + 1]], dim=-1).tolist()
     for at, ends in enumerate(spans):
-        # Small arrays: numpy is done before torch has begun.
+        # Small arrays: numpy is faster than torch.
         side_by_side = np.concatenate([np.arange(*span) for span in ends])
-        places = torch.from_numpy(side_by_side).to(whole.device)
+        places = torch.from_numpy(side_by_side).to(points.device)
         codes, norms = (part.index_select(0, places) for part in (lists.codes, lists.norms))
         scores = _scores(queries[at : at + 1], codes.T, norms)
         estimates = scores.add_(square[at]).clamp_(0, FARTHEST)
@@ -84,17 +97,14 @@ def _scan_each(lists: Lists, whole: Tensor, probed: Tensor, k: int) -> Tensor:
         found = [
             _widen(_best(part, k), start) for part, (start, _) in zip(parts, ends, strict=True)
         ]
-        results.append(_least(torch.cat(found, dim=1), k))
+        results.append(_smallest(torch.cat(found, dim=1), k))
     return torch.cat(results)
 
 
-def _scan_grouped(lists: Lists, whole: Tensor, probed: Tensor, k: int) -> Tensor:
-    """One list after the other, for all queries that probe it.
-
-    Of each list its bins' least, or for one neighbour its least alone.
-    """
+def _scan_grouped(lists: Lists, points: Tensor, probed: Tensor, k: int) -> Tensor:
+    """Search list by list, each for all queries that probe it."""
     probed_lists, pairs = torch.sort(probed.flatten(), stable=True)
-    queries, square = (part[pairs // probed.shape[1]] for part in _factors(lists, whole))
+    queries, square = (part[pairs // probed.shape[1]] for part in _factors(lists, points))
     numbers, counts = torch.unique_consecutive(probed_lists, return_counts=True)
     groups = _Groups(lists, numbers.tolist(), queries.split(counts.tolist()))
     first = lists.begin[probed_lists][:, None].long()
@@ -108,18 +118,18 @@ def _scan_grouped(lists: Lists, whole: Tensor, probed: Tensor, k: int) -> Tensor
         found = _widen(torch.cat([_best(part, k) for part in estimates]), first)
     ordered = torch.empty_like(found)
     ordered[pairs] = found
-    return _least(ordered.view(len(whole), -1), k)
+    return _smallest(ordered.view(len(points), -1), k)
 
 
 class _Groups(NamedTuple):
-    """Lists by number, and the queries that probe each [t, r]."""
+    """Lists by number, and the queries [t, r] that probe each of them."""
 
     lists: Lists
     numbers: list[int]
     queries: tuple[Tensor, ...]
 
     def scores(self) -> Iterator[Tensor]:
-        """‖k‖² + w ‖k⊥‖² - 2q·k of each group. Shapes: [t, n] int32."""
+        """Yield ‖k‖² + w ‖k⊥‖² - 2q·k of each group. Shapes: [t, n] int32."""
         begin, codes, norms = self.lists.begin.tolist(), self.lists.codes.T, self.lists.norms
         for number, queries in zip(self.numbers, self.queries, strict=True):
             start, end = begin[number], begin[number + 1]
@@ -127,8 +137,8 @@ class _Groups(NamedTuple):
 
 
 def _firsts(groups: _Groups, square: Tensor, first: Tensor) -> Tensor | None:
-    """The least of each list, of equals the first; None if an estimate has to be cut, since then
-    more of them are equal. Shapes: square, first [n, 1] → [n, 1] int64."""
+    """Return the nearest of each list, ties to the first; None if an estimate has to be clamped,
+    which makes more ties. Shapes: square, first [n, 1] → [n, 1] int64."""
     best = [scores.min(dim=-1, keepdim=True) for scores in groups.scores()]
     estimates = torch.cat([part.values for part in best]) + square
     if not ((estimates >= 0) & (estimates <= FARTHEST)).all():
@@ -138,8 +148,8 @@ def _firsts(groups: _Groups, square: Tensor, first: Tensor) -> Tensor | None:
 
 
 def _best(estimates: Tensor, k: int) -> Tensor:
-    """Of each bin of a list, or for one neighbour of the list, the least estimate · LONGEST +
-    position, or NOWHERE. Shapes: estimates [T, n] int32 → [T, BINS or 1] int32."""
+    """Return the smallest estimate · LONGEST + position of each bin, for k = 1 of the whole list,
+    or NOWHERE. Shapes: estimates [T, n] int32 → [T, BINS or 1] int32."""
     count, width = estimates.shape
     kept = 1 if k == 1 else BINS
     position = torch.arange(width, dtype=torch.int32, device=estimates.device)
@@ -151,74 +161,55 @@ def _best(estimates: Tensor, k: int) -> Tensor:
 
 
 def _widen(packed: Tensor, first: Tensor | int) -> Tensor:
-    """As estimate · 2³² + place. Shapes: packed [n, …], see _best; first (places) [n, 1]."""
+    """Return estimate · 2³² + place. Shapes: packed [n, …], see `_best`; first (places) [n, 1]."""
     wide = packed.long()
     found = (wide // LONGEST << PLACE_BITS) + first + wide % LONGEST
     return found.masked_fill_(packed == NOWHERE, NOT_FOUND)
 
 
-def decoded(codes: Tensor) -> Tensor:
-    """The grid points of codes, as whole fp32 numbers. Shapes: [n, r/2] or [n, r] → [n, r]."""
+def decode_codes(codes: Tensor) -> Tensor:
+    """Return the grid points of codes in fp32. Shapes: [n, r/2] or [n, r] → [n, r]."""
     return from_codes(unpack(codes), bits=4 if codes.dtype == torch.uint8 else 8)
 
 
-def _factors(lists: Lists, whole: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries as they are multiplied, and ‖q‖². Shapes: whole [T, r] → [T, r], [T, 1] int32."""
-    square = whole.square().sum(dim=-1, keepdim=True).int()
-    return whole.to(torch.int8) if _bytewise(lists.codes) else whole, square
+def _factors(lists: Lists, points: Tensor) -> tuple[Tensor, Tensor]:
+    """Return queries in the dtype they are multiplied in, and ‖q‖² [T, 1] int32."""
+    square = points.square().sum(dim=-1, keepdim=True).int()
+    return points.to(torch.int8) if _uses_bytes(lists.codes) else points, square
 
 
-def _bytewise(codes: Tensor) -> bool:
-    """Whether codes are multiplied as bytes."""
+def _uses_bytes(codes: Tensor) -> bool:
+    """Return whether codes are multiplied as bytes."""
     return codes.dtype == torch.int8 and codes.is_cpu and torch.backends.mkldnn.is_available()
 
 
 def _scores(queries: Tensor, codes: Tensor, norms: Tensor) -> Tensor:
-    """‖k‖² + w ‖k⊥‖² - 2q·k. Shapes: queries [T, r]; codes [r or r/2, n]; norms [n] → [T, n]."""
-    if _bytewise(codes):
+    """Return ‖k‖² + w ‖k⊥‖² - 2q·k.
+
+    Shapes: queries [T, r]; codes [r or r/2, n]; norms [n] → [T, n] int32.
+    """
+    if _uses_bytes(codes):
         dots = torch._int_mm(queries, codes)
     else:
-        dots = (queries @ decoded(codes.T).T).int()
+        dots = (queries @ decode_codes(codes.T).T).int()
     return torch.add(norms, dots, alpha=-2, out=dots)
 
 
-def _least(found: Tensor, k: int) -> Tensor:
-    """The k least, ascending, padded with NOT_FOUND. Shapes: [T, n] → [T, k]."""
+def _smallest(found: Tensor, k: int) -> Tensor:
+    """Return the k smallest, ascending, padded with NOT_FOUND. Shapes: [T, n] → [T, k]."""
     best = torch.topk(found, min(k, found.shape[1]), dim=-1, largest=False).values
-    return _padded(best, k)
-
-
-def _padded(found: Tensor, width: int) -> Tensor:
-    """NOT_FOUND to the right, in whole numbers (F.pad takes them for floats). → [T, width]."""
-    if width == found.shape[1]:
-        return found
-    missing = found.new_full((len(found), width - found.shape[1]), NOT_FOUND)
-    return torch.cat([found, missing], dim=-1)
+    missing = k - best.shape[1]
+    if not missing:
+        return best
+    # F.pad would pad with floats.
+    return torch.cat([best, best.new_full((len(best), missing), NOT_FOUND)], dim=-1)
 
 
 @torch.library.custom_op("knn_moe::scan", mutates_args=())
-def _scan(
-    codes: Tensor,
-    norms: Tensor,
-    centres: Tensor,
-    centre_norms: Tensor,
-    begin: Tensor,
-    whole: Tensor,
-    probes: int,
-    k: int,
-) -> Tensor:
-    return scan(Lists(codes, norms, centres, centre_norms, begin), whole, probes, k)
+def _scan(lists: list[Tensor], points: Tensor, probes: int, k: int) -> Tensor:
+    return scan(Lists(*lists), points, probes, k)
 
 
 @_scan.register_fake
-def _(
-    codes: Tensor,
-    norms: Tensor,
-    centres: Tensor,
-    centre_norms: Tensor,
-    begin: Tensor,
-    whole: Tensor,
-    probes: int,
-    k: int,
-) -> Tensor:
-    return whole.new_empty(len(whole), k, dtype=torch.int64)
+def _(lists: list[Tensor], points: Tensor, probes: int, k: int) -> Tensor:
+    return points.new_empty(len(points), k, dtype=torch.int64)

@@ -1,4 +1,7 @@
-"""What the kernels of `fast` read, and its shapes: all that is known before any call."""
+"""What the kernels of `fast` read, and the sizes they are compiled for.
+
+All of it is known before any call. Knows tensors and shapes; nothing of Triton.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,18 @@ from torch import Tensor
 from knn_moe.index.fast.index import FastIndex
 from knn_moe.index.fast.values import PackedValues
 
-_ALIGNED: Final = 8  # cuBLAS is slow on matrices whose rows are not
+_ALIGNED: Final = 8  # cuBLAS is slow on matrices whose rows are not a multiple of this
 _EARLY_LAUNCH: Final = (9, 0)  # compute capability from which a kernel can wait for the one before
 
 
-class Parts(NamedTuple):
-    """What the kernels read. Shapes as in FastIndex and PackedValues, and: stacked [r + L, d], the
-    projection and under it -2 times each centre's; shift [r + L], to be taken off their results;
-    points [L, r], the centres, and point_norms [L]; constants [8]: step, correction, and the
-    kernel: γ for weights, γ for λ, λ's factor. L is rounded up, with lists that are never near.
+class KernelTensors(NamedTuple):
+    """The tensors that the kernels read.
+
+    Shapes as in FastIndex and PackedValues, and: stacked [r + L, d], the projection and below it
+    -2 times each projected list centre; shift [r + L], subtracted from products with `stacked`;
+    points [L, r], the list centres; point_norms [L]; constants [8]: step, the four numbers of
+    Correction, γ for the weights, γ for λ, λ's factor. L is rounded up with lists that are never
+    near.
     """
 
     stacked: Tensor
@@ -36,16 +42,23 @@ class Parts(NamedTuple):
     value_centre: Tensor
 
 
-class Settings(NamedTuple):
-    """What is asked of the kernels, beyond the tensors' shapes."""
+class KernelConfig(NamedTuple):
+    """What a call asks of the kernels, beyond the tensors' shapes."""
 
     k: int
     probes: int
     cosine: int = 0  # the similarity: 1 cosine, 0 RBF
-    top: int = 0  # experts chosen, to count changes of; 0: not counted
+    top_k: int = 0  # experts that the router chooses, to count changes; 0: do not count
 
 
-def make_parts(index: FastIndex, values: PackedValues, kernel: Tensor) -> Parts:
+def prepare_tensors(index: FastIndex, values: PackedValues, widths: Tensor) -> KernelTensors:
+    """Arrange an index and its values for the kernels.
+
+    Args:
+        index: The index; its tensors are shared, not copied, where they can be.
+        values: The values, in the index's order.
+        widths: γ for the weights, γ for λ, λ's factor. Shape [3].
+    """
     points = index.centres.float()
     norms = points.square().sum(dim=-1)
     composed = -2 * points @ index.projection.float()
@@ -55,11 +68,11 @@ def make_parts(index: FastIndex, values: PackedValues, kernel: Tensor) -> Parts:
     shift = composed @ index.centre - scale * norms
     spare = -(len(index.projection) + len(points)) % _ALIGNED
     never = torch.full((spare,), float("-inf"), device=points.device)
-    nothing = points.new_zeros(spare, composed.shape[1])
-    stacked = torch.cat([index.projection.float(), composed, nothing])
+    zeros = points.new_zeros(spare, composed.shape[1])
+    stacked = torch.cat([index.projection.float(), composed, zeros])
     points = torch.cat([points, points.new_zeros(spare, points.shape[1])])
     grid = torch.stack([index.step, *index.correction])
-    return Parts(
+    return KernelTensors(
         stacked=stacked.to(index.projection.dtype),
         shift=torch.cat([index.offset, shift, never]),
         points=points.to(torch.bfloat16 if points.is_cuda else torch.float32),
@@ -69,53 +82,42 @@ def make_parts(index: FastIndex, values: PackedValues, kernel: Tensor) -> Parts:
         norms=index.norms,
         dropped=index.dropped,
         centre=index.centre,
-        constants=torch.cat([grid.float(), kernel.float().to(grid.device)]),
+        constants=torch.cat([grid.float(), widths.float().to(grid.device)]),
         value_codes=values.codes,
         value_steps=values.steps,
         value_centre=values.centre,
     )
 
 
-class Shapes(NamedTuple):
-    """What kernels are compiled for, beside Settings. Names ending in p: the next power of two."""
-
-    r: int
-    n: int
-    bits: int
-    value_bits: int
-    kp: int
-    lp: int
-    dp: int
-    rp: int
-    np: int
-    wp: int  # words of a code
-    found: int  # what a query's lists find
-    asm: int  # whether kernels may speak PTX
-    pdl: int  # whether they may be launched before the kernel before them is done
-
-
-def shapes_of(parts: Parts, settings: Settings) -> Shapes:
-    bits = 4 if parts.codes.dtype == torch.uint8 else 8
-    r = parts.codes.shape[1] * 8 // bits
-    nvidia = parts.codes.is_cuda and torch.version.hip is None
-    device = parts.codes.device
-    return Shapes(
-        r=r,
-        n=len(parts.value_centre),
-        bits=bits,
-        value_bits=4 if parts.value_codes.dtype == torch.uint8 else 8,
-        kp=power(settings.k),
-        lp=power(len(parts.points)),
-        dp=power(parts.stacked.shape[1]),
-        rp=power(r),
-        np=power(len(parts.value_centre)),
-        wp=power(parts.codes.shape[1] // 4),
-        found=power(settings.probes * power(settings.k)),
-        asm=int(nvidia),
-        pdl=int(nvidia and torch.cuda.get_device_capability(device) >= _EARLY_LAUNCH),
-    )
+def kernel_constants(tensors: KernelTensors, config: KernelConfig) -> dict[str, int]:
+    """Return what kernels are compiled for, by the names that kernels/__init__.py lists."""
+    bits = 4 if tensors.codes.dtype == torch.uint8 else 8
+    r, width = tensors.codes.shape[1] * 8 // bits, tensors.stacked.shape[1]
+    experts, probes = len(tensors.value_centre), config.probes
+    device = tensors.codes.device
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return {
+        "R": r,
+        "N": experts,
+        "K": config.k,
+        "PROBES": probes,
+        "BITS": bits,
+        "VALUE_BITS": 4 if tensors.value_codes.dtype == torch.uint8 else 8,
+        "COSINE": config.cosine,
+        "TOP": config.top_k,
+        "KP": next_power_of_two(config.k),
+        "PP": next_power_of_two(probes),
+        "LP": next_power_of_two(len(tensors.points)),
+        "DP": next_power_of_two(width),
+        "RP": next_power_of_two(r),
+        "NP": next_power_of_two(experts),
+        "WP": next_power_of_two(tensors.codes.shape[1] // 4),
+        "FOUND": next_power_of_two(probes * next_power_of_two(config.k)),
+        "ASM": int(nvidia),
+        "PDL": int(nvidia and torch.cuda.get_device_capability(device) >= _EARLY_LAUNCH),
+    }
 
 
-def power(number: int) -> int:
-    """The least power of two that is not less."""
+def next_power_of_two(number: int) -> int:
+    """Return the smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()

@@ -1,7 +1,7 @@
-"""Values, stored compactly: what a case proposes, in 4 or 8 bits an expert. Pure torch.
+"""Values in 4 or 8 bits for each expert. Pure torch.
 
-Each expert's mean over the memory is kept apart; what is left of a case is scaled by its own
-largest entry. Averaged over neighbours, the rounding is averaged too.
+Each expert's mean over the memory is stored separately; the rest of a value is scaled by its own
+largest entry. Averaging over neighbours averages the rounding errors too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class PackedValues(NamedTuple):
 
     @staticmethod
     def of(values: Tensor, bits: int) -> PackedValues:
-        """Shapes: values [M, N] fp32."""
+        """Pack values. Shapes: values [M, N] fp32."""
         centre = values.mean(dim=0)
         rest = values - centre
         steps = rest.abs().amax(dim=-1) / _LARGEST[bits]
@@ -38,6 +38,6 @@ class PackedValues(NamedTuple):
         return PackedValues(pack(numbers, bits), steps, centre)
 
     def at(self, places: Tensor) -> Tensor:
-        """Shapes: places [...] → values [..., N] fp32."""
+        """Return the values at `places`. Shapes: places [...] → [..., N] fp32."""
         numbers = unpack(self.codes[places])[..., : len(self.centre)]
         return self.centre + numbers * self.steps[places].float()[..., None]

@@ -1,6 +1,7 @@
-"""Many queries, as in prefill: a list at a time for the queries that want it, on matrix units.
+"""Search for more than 256 queries, as in prefill: each list for all queries that probe it.
 
-`round_queries`, a matrix product, `queue_up`, `scan_queues`, then `finish` or `merge`.
+`round_queries`, a matrix product, `queue_up`, `scan_queues` on matrix units, then mix.py's
+`mix_found` or `merge_found`. Tested against FastIndex.estimate (tests/index/test_fast_kernels.py).
 """
 
 from __future__ import annotations
@@ -8,23 +9,30 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from knn_moe.index.fast.kernels.scan import BINS, NOWHERE, nearest_lists, packed, whole, widen
+from knn_moe.index.fast.kernels.scan import (
+    BINS,
+    NOWHERE,
+    nearest_lists,
+    pack_estimates,
+    round_to_grid,
+    widen,
+)
 
 
 @triton.jit
 def round_queries(projected, shift, points, size, R: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid points of projected queries. Shapes: projected, points [T, r]."""
+    """Round projected queries to the grid. Shapes: projected, points [T, R]; size = T · R."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     point = tl.load(projected + at, mask=inside, other=0.0)
     point -= tl.load(shift + at % R, mask=inside, other=0.0)
-    tl.store(points + at, whole(point).to(points.dtype.element_ty), mask=inside)
+    tl.store(points + at, round_to_grid(point).to(points.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def queue_up(coarse, point_norms, queues, lengths, T, L, PROBES: tl.constexpr, PP: tl.constexpr,
              LP: tl.constexpr):  # fmt: skip
-    """A query joins the queues of its nearest lists. Grid (T,).
+    """Add a query to the queues of its nearest lists. Grid (T,).
 
     Shapes: coarse [T, L], q·c; point_norms [L]; queues [L, T], of query · PROBES + probe; lengths
     [L], 0 before.
@@ -45,11 +53,10 @@ def queue_up(coarse, point_norms, queues, lengths, T, L, PROBES: tl.constexpr, P
 def scan_queues(points, codes, norms, begin, queues, lengths, found, T, R: tl.constexpr,
                 BITS: tl.constexpr, KP: tl.constexpr, PROBES: tl.constexpr, QUERIES: tl.constexpr,
                 CHUNK: tl.constexpr):  # fmt: skip
-    """A list for the queries of its queue, QUERIES at a time. Grid (L, programs of a list).
+    """Scan a list for the queries of its queue, QUERIES at a time. Grid (L, programs of a list).
 
-    CHUNK bytes of a code are multiplied at a time; it divides them.
-
-    Shapes: points [T, r]; found [T, PROBES, KP] int64.
+    CHUNK bytes of a code are multiplied at a time; it divides their number.
+    Shapes: points [T, R]; found [T, PROBES, KP] int64.
     """
     number = tl.program_id(0)
     length = tl.load(lengths + number)
@@ -59,8 +66,8 @@ def scan_queues(points, codes, norms, begin, queues, lengths, found, T, R: tl.co
     WIDTH: tl.constexpr = R * BITS // 8
     for first in range(tl.program_id(1) * QUERIES, length, tl.num_programs(1) * QUERIES):
         turn = first + tl.arange(0, QUERIES)
-        asked = turn < length
-        pair = tl.load(queues + number.to(tl.int64) * T + turn, mask=asked, other=0)
+        waiting = turn < length
+        pair = tl.load(queues + number.to(tl.int64) * T + turn, mask=waiting, other=0)
         query = points + (pair // PROBES).to(tl.int64)[:, None] * R + byte[None, :]
         constant = tl.zeros([QUERIES], dtype=tl.int32)
         for at in tl.static_range(0, R, CHUNK):
@@ -84,10 +91,12 @@ def scan_queues(points, codes, norms, begin, queues, lengths, found, T, R: tl.co
                 else:
                     dots = tl.dot(low, code, dots, out_dtype=tl.int32)
             norm = tl.load(norms + start + position, mask=inside, other=0)[None, :]
-            part = packed(constant[:, None], norm, dots, position[None, :], inside[None, :], BITS)
+            part = pack_estimates(
+                constant[:, None], norm, dots, position[None, :], inside[None, :], BITS
+            )
             nearest = tl.minimum(nearest, part)
         slot = found + pair.to(tl.int64) * KP
         for neighbour in range(KP):
             best = tl.min(nearest, axis=1)
-            tl.store(slot + neighbour, widen(best, start), mask=asked)
+            tl.store(slot + neighbour, widen(best, start), mask=waiting)
             nearest = tl.where(nearest == best[:, None], NOWHERE, nearest)

@@ -1,6 +1,7 @@
-"""Parts of the search that kernels share: queries as words, lists scanned, the least kept.
+"""The search as the kernels share it: queries as words, scanning a list, keeping the smallest.
 
-A result is estimate · 512 + position within a list, and estimate · 2³² + place beyond it.
+A result is estimate · 512 + position within a list, and estimate · 2³² + place outside it.
+Tested against index/fast/scan.py, through the kernels that use it.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ ROUNDER = tl.constexpr(12582912.0)  # 1.5 · 2²³: adding it and taking it off 
 
 
 @triton.jit
-def wait(PDL: tl.constexpr):
-    """Until the kernel before is done: launched early, what does not depend on it comes first."""
+def wait_for_previous(PDL: tl.constexpr):
+    """Wait until the previous kernel has ended; what does not depend on it comes before this."""
     if PDL:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
-def let_next(PDL: tl.constexpr):
-    """The kernel after this one may be launched: it waits for the end of this one itself."""
+def allow_next(PDL: tl.constexpr):
+    """Allow the next kernel to be launched; it waits for the end of this one itself."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
-def fetch(pointers, ASM: tl.constexpr):
-    """Ask for what another program will read soon."""
+def prefetch(pointers, ASM: tl.constexpr):
+    """Load into the cache what another program will read soon."""
     if ASM:
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)], tl.int32,
@@ -42,33 +43,34 @@ def fetch(pointers, ASM: tl.constexpr):
 
 
 @triton.jit
-def whole(projected):
-    """The nearest grid point, as grid.to_whole."""
+def round_to_grid(projected):
+    """Return the nearest grid point, as grid.round_to_grid does."""
     inside = tl.minimum(tl.maximum(projected, -127.0), 127.0)
     return (inside + ROUNDER) - ROUNDER
 
 
 @triton.jit
-def known(distance):
-    """No NaN: a query that is not a number must still be told PROBES lists, of its own."""
+def replace_nan(distance):
+    """Replace NaN: a query that is not a number must still get PROBES different lists."""
     return tl.where(distance == distance, distance, FAR)
 
 
 @triton.jit
-def least(numbers, KP: tl.constexpr):
-    """The KP least of a vector, ascending."""
+def smallest(numbers, KP: tl.constexpr):
+    """Return the KP smallest of a vector, ascending."""
     if KP == 1:
-        least = tl.min(numbers, axis=0, keep_dims=True)
+        best = tl.min(numbers, axis=0, keep_dims=True)
     else:
-        least = -tl.topk(-numbers, KP)
-    return least
+        best = -tl.topk(-numbers, KP)
+    return best
 
 
 @triton.jit
 def nearest_lists(distance, number, there, PROBES: tl.constexpr, PP: tl.constexpr):
-    """The PROBES least of a vector, by number; of equals the lower. Result [PP] int32."""
-    # As whole numbers of the same order, the number in the low half: one search finds both.
-    bits = (known(distance) + 0.0).to(tl.int32, bitcast=True)
+    """Return the numbers of the PROBES nearest lists, ties to the lower. Result [PP] int32."""
+    # As whole numbers of the same order, with the list's number in the low half: one minimum finds
+    # both.
+    bits = (replace_nan(distance) + 0.0).to(tl.int32, bitcast=True)
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
     ranked = tl.where(there, (ordered << 32) | number, NOT_FOUND)
     probe = tl.arange(0, PP)
@@ -81,8 +83,8 @@ def nearest_lists(distance, number, there, PROBES: tl.constexpr, PP: tl.constexp
 
 
 @triton.jit
-def packed(constant, norm, dots, position, inside, BITS: tl.constexpr):
-    """estimate · 512 + position in the list, from q·code (grid.from_codes is in `constant`)."""
+def pack_estimates(constant, norm, dots, position, inside, BITS: tl.constexpr):
+    """Return estimate · 512 + position, from q·code (grid.from_codes is in `constant`)."""
     if BITS == 4:
         dots = dots * 16
     estimate = tl.minimum(tl.maximum(constant + norm - 2 * dots, 0), FARTHEST)
@@ -91,14 +93,14 @@ def packed(constant, norm, dots, position, inside, BITS: tl.constexpr):
 
 @triton.jit
 def widen(found, start):
-    """From estimate · 512 + position in a list to estimate · 2³² + place."""
+    """Turn estimate · 512 + position in a list into estimate · 2³² + place."""
     wide = ((found // LONGEST).to(tl.int64) << 32) + start + found % LONGEST
     return tl.where(found == NOWHERE, NOT_FOUND, wide)
 
 
 @triton.jit
-def query_words(projected, shift, word, there, BITS: tl.constexpr, SHIFT: tl.constexpr):
-    """Four coordinates of a query to a word, and what they add to the constant of `packed`."""
+def load_query_words(projected, shift, word, there, BITS: tl.constexpr, SHIFT: tl.constexpr):
+    """Return four coordinates of a query to a word, and their part of the constant."""
     words = tl.zeros_like(word)
     energy = tl.zeros_like(word)
     for byte in tl.static_range(4):
@@ -106,7 +108,7 @@ def query_words(projected, shift, word, there, BITS: tl.constexpr, SHIFT: tl.con
         exact = tl.load(projected + at, mask=there, other=0.0)
         if SHIFT:
             exact -= tl.load(shift + at, mask=there, other=0.0)
-        point = whole(exact).to(tl.int32)
+        point = round_to_grid(exact).to(tl.int32)
         words |= (point & 255) << (8 * byte)
         energy += point * point
         if BITS == 4:
@@ -116,25 +118,24 @@ def query_words(projected, shift, word, there, BITS: tl.constexpr, SHIFT: tl.con
 
 
 @triton.jit
-def query(projected, shift, R: tl.constexpr, BITS: tl.constexpr, WP: tl.constexpr,
-          SHIFT: tl.constexpr):  # fmt: skip
-    """A query as words, for the low and the high halves of codes, and its constant in `packed`.
-
-    SHIFT: the shift is still to be taken off.
+def load_query(projected, shift, R: tl.constexpr, BITS: tl.constexpr, WP: tl.constexpr,
+               SHIFT: tl.constexpr):  # fmt: skip
+    """Return a query as words, for the low and high halves of codes, and the constant of
+    `pack_estimates`. SHIFT: the shift is still to be subtracted.
     """
     word = tl.arange(0, WP)
     there = word < R * BITS // 32
-    low, energy = query_words(projected, shift, word, there, BITS, SHIFT)
+    low, energy = load_query_words(projected, shift, word, there, BITS, SHIFT)
     high = low
     if BITS == 4:
-        high, more = query_words(projected + R // 2, shift + R // 2, word, there, BITS, SHIFT)
+        high, more = load_query_words(projected + R // 2, shift + R // 2, word, there, BITS, SHIFT)
         energy += more
     return low, high, tl.sum(energy)
 
 
 @triton.jit
 def dot4(codes, query, total, SIGNED: tl.constexpr, ASM: tl.constexpr):
-    """total + the sum of four products: bytes of `codes` with signed bytes of `query`."""
+    """Return total + the sum of four products: bytes of `codes` with signed bytes of `query`."""
     if ASM and SIGNED:
         total = tl.inline_asm_elementwise(
             "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [codes, query, total], tl.int32, True, 1
@@ -153,9 +154,9 @@ def dot4(codes, query, total, SIGNED: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def scan_part(low, high, constant, codes, norms, start, size, word, first, WORDS: tl.constexpr,
+def scan_block(low, high, constant, codes, norms, start, size, word, first, WORDS: tl.constexpr,
                BITS: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
-    """`packed` of BINS keys of a list, for one query."""
+    """Return `pack_estimates` of BINS keys of a list, for one query."""
     position = first + tl.arange(0, BINS)
     inside = position < size
     norm = tl.load(norms + start + position, mask=inside, other=0)
@@ -169,28 +170,28 @@ def scan_part(low, high, constant, codes, norms, start, size, word, first, WORDS
         dots = dot4((code >> 4) & 0x0F0F0F0F, high, dots, False, ASM)
     else:
         dots = dot4(code, low, dots, True, ASM)
-    return packed(constant, norm, tl.sum(dots, axis=1), position, inside, BITS)
+    return pack_estimates(constant, norm, tl.sum(dots, axis=1), position, inside, BITS)
 
 
 @triton.jit
 def scan_list(low, high, constant, codes, norms, start, size, WORDS: tl.constexpr,
-               BITS: tl.constexpr, WP: tl.constexpr, ASM: tl.constexpr,
-               AT_ONCE: tl.constexpr):  # fmt: skip
-    """The nearest of each bin of a list, `packed`, for one query. Codes are read as words.
+              BITS: tl.constexpr, WP: tl.constexpr, ASM: tl.constexpr,
+              AT_ONCE: tl.constexpr):  # fmt: skip
+    """Return the nearest key of each bin of a list, as `pack_estimates` does, for one query.
 
-    AT_ONCE: all loads in flight together, for the least delay; otherwise one after the other, in
-    fewer registers, for the most programs at a time.
+    AT_ONCE: all loads in flight together, for the shortest delay; otherwise one after the other,
+    in fewer registers, for the most programs at a time.
     """
     word = tl.arange(0, WP)
     nearest = tl.full([BINS], NOWHERE, dtype=tl.int32)
     if AT_ONCE:
         for first in tl.static_range(0, LONGEST, BINS):
-            part = scan_part(low, high, constant, codes, norms, start, size, word, first, WORDS,
+            part = scan_block(low, high, constant, codes, norms, start, size, word, first, WORDS,
                               BITS, ASM)  # fmt: skip
             nearest = tl.minimum(nearest, part)
     else:
         for first in range(0, size, BINS):
-            part = scan_part(low, high, constant, codes, norms, start, size, word, first, WORDS,
+            part = scan_block(low, high, constant, codes, norms, start, size, word, first, WORDS,
                               BITS, ASM)  # fmt: skip
             nearest = tl.minimum(nearest, part)
     return nearest

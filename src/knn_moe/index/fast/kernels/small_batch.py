@@ -1,4 +1,8 @@
-"""Some queries, as when decoding in batches: a matrix product, then `choose`, then `scan_pairs`."""
+"""Recall for 5 to 256 queries, as in batched decoding: `choose_lists`, then `scan_pairs`.
+
+A matrix product comes before them. Without mixing (MIX = 0) they serve fewer queries too.
+Tested against FastIndex.estimate with mix_logits (tests/index/test_fast_kernels.py).
+"""
 
 from __future__ import annotations
 
@@ -6,40 +10,41 @@ import triton
 import triton.language as tl
 
 from knn_moe.index.fast.kernels.mix import (
-    coordinates,
+    centred_norm,
+    dropped_norm,
+    is_top_expert,
+    load_coordinates,
+    load_own_logits,
     mix,
-    norm,
-    own_logits,
-    query_dropped,
-    top_experts,
 )
 from knn_moe.index.fast.kernels.scan import (
     NOT_FOUND,
-    least,
-    let_next,
+    allow_next,
+    load_query,
     nearest_lists,
-    query,
     scan_list,
-    wait,
+    smallest,
+    wait_for_previous,
     widen,
 )
 
 
 @triton.jit
-def choose(inputs, logits, projected, shift, centre, constants, lists, words, early, arrived, L, D,
-           stride, R: tl.constexpr, N: tl.constexpr, PROBES: tl.constexpr, BITS: tl.constexpr,
-           TOP: tl.constexpr, PP: tl.constexpr, LP: tl.constexpr, DP: tl.constexpr,
-           RP: tl.constexpr, NP: tl.constexpr, WP: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """A query's nearest lists, and by a program beside it all else that needs no key. Grid (T, 2).
+def choose_lists(inputs, logits, projected, shift, centre, constants, lists, words, early,
+                 arrived, L, D, stride, R: tl.constexpr, N: tl.constexpr, PROBES: tl.constexpr,
+                 BITS: tl.constexpr, TOP: tl.constexpr, PP: tl.constexpr, LP: tl.constexpr,
+                 DP: tl.constexpr, RP: tl.constexpr, NP: tl.constexpr, WP: tl.constexpr,
+                 PDL: tl.constexpr):  # fmt: skip
+    """Choose a query's nearest lists; a second program computes what needs no key. Grid (T, 2).
 
-    Shapes: projected [T, stride]: coordinates [r] and coarse distances [L], the shift still to be
-    taken off; lists [T, PROBES]; words [T, 2 · WP + 1], see `query`; early [T, 1 + NP]: ‖x⊥‖² and
-    whether an expert is chosen by its own logits; arrived [T], set to 0.
+    Shapes: projected [T, stride]: coordinates [R] and coarse distances [L], the shift still to be
+    subtracted; lists [T, PROBES]; words [T, 2 · WP + 1], see `load_query`; early [T, 1 + NP]:
+    ‖x⊥‖² and which experts the router's own logits choose; arrived [T], set to 0.
     """
     t = tl.program_id(0).to(tl.int64)
     projected += t * stride
-    let_next(PDL)
-    wait(PDL)
+    allow_next(PDL)
+    wait_for_previous(PDL)
     if tl.program_id(1) == 0:
         number = tl.arange(0, LP)
         there = number < L
@@ -50,17 +55,17 @@ def choose(inputs, logits, projected, shift, centre, constants, lists, words, ea
         tl.store(lists + t * PROBES + probe, nearest, mask=probe < PROBES)
     else:
         tl.store(arrived + t, 0)
-        low, high, constant = query(projected, shift, R, BITS, WP, True)
+        low, high, constant = load_query(projected, shift, R, BITS, WP, True)
         word = tl.arange(0, WP)
         words += t * (2 * WP + 1)
         tl.store(words + word, low)
         tl.store(words + WP + word, high)
         tl.store(words + 2 * WP, constant)
-        square = norm(inputs + t * D, centre, tl.load(constants), D, DP)
+        square = centred_norm(inputs + t * D, centre, tl.load(constants), D, DP)
         early += t * (1 + NP)
-        tl.store(early, query_dropped(square, coordinates(projected, shift, R, RP)))
+        tl.store(early, dropped_norm(square, load_coordinates(projected, shift, R, RP)))
         if TOP > 0:
-            chosen = top_experts(logits, t, N, NP, TOP)
+            chosen = is_top_expert(logits, t, N, NP, TOP)
             tl.store(early + 1 + tl.arange(0, NP), chosen.to(tl.float32))
 
 
@@ -72,14 +77,14 @@ def scan_pairs(logits, counts, real, mixed, confidence, words, early, arrived, l
                COSINE: tl.constexpr, TOP: tl.constexpr, MASKED: tl.constexpr, NP: tl.constexpr,
                WP: tl.constexpr, FOUND: tl.constexpr, MIX: tl.constexpr, ASM: tl.constexpr,
                PDL: tl.constexpr):  # fmt: skip
-    """A list for one query; MIX: the last of its programs to arrive mixes. Grid (T · PROBES,).
+    """Scan one list for one query; MIX: its last program to arrive mixes. Grid (T · PROBES,).
 
-    Shapes: words, early, arrived, lists: see `choose`; found [T, PROBES, KP]; counts [4] and real
-    [T]: see `mix`.
+    Shapes: words, early, arrived, lists: see `choose_lists`; found [T, PROBES, KP]; counts [4]
+    and real [T]: see `mix`.
     """
     pair = tl.program_id(0)
     t = pair // PROBES
-    wait(PDL)
+    wait_for_previous(PDL)
     number = tl.load(lists + pair)
     word = tl.arange(0, WP)
     words += t.to(tl.int64) * (2 * WP + 1)
@@ -91,19 +96,19 @@ def scan_pairs(logits, counts, real, mixed, confidence, words, early, arrived, l
     nearest = scan_list(low, high, constant, codes, norms, start, size, R * BITS // 32, BITS, WP,
                         ASM, False)  # fmt: skip
     slots = found + pair.to(tl.int64) * KP + tl.arange(0, KP)
-    tl.store(slots, widen(least(nearest, KP), start))
+    tl.store(slots, widen(smallest(nearest, KP), start))
     if MIX:
         if pair == 0:
             tl.atomic_add(counts, 1, sem="relaxed")
         tl.debug_barrier()
         if tl.atomic_add(arrived + t, 1, sem="acq_rel") == PROBES - 1:
-            own, proposal = own_logits(logits, value_centre, t, N, NP)
+            own, proposal = load_own_logits(logits, value_centre, t, N, NP)
             early += t.to(tl.int64) * (1 + NP)
-            rest = tl.load(early)
+            query_dropped = tl.load(early)
             chosen = tl.load(early + 1 + tl.arange(0, NP)) > 0
             slot = tl.arange(0, FOUND)
             seen = tl.load(found + t.to(tl.int64) * PROBES * KP + slot, mask=slot < PROBES * KP,
                            other=NOT_FOUND, cache_modifier=".cg")  # fmt: skip
-            mix(t, seen, rest, chosen, own, proposal, dropped, constants, value_codes,
+            mix(t, seen, query_dropped, chosen, own, proposal, dropped, constants, value_codes,
                 value_steps, mixed, confidence, counts, real, N, K, KP, VALUE_BITS, COSINE, TOP,
                 MASKED, NP)  # fmt: skip
