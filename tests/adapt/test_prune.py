@@ -276,7 +276,7 @@ def test_no_table_of_all_cases_by_all_is_made(
     layers = opened(plain, 0)
     expected = worth_by_values(layers, layers, CPU)
     seen: list[tuple[int, ...]] = []
-    product = others.product
+    product = leave_one_out.product
 
     def watched(x: Tensor, keys: Tensor) -> Tensor:
         seen.append((len(x), len(keys)))

@@ -6,6 +6,7 @@ compiled with the recorded arguments. It prints the names of the kernels that we
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -111,4 +112,5 @@ def compile_launches(target: Target) -> set[str]:
 
 
 if __name__ == "__main__":
-    print(*sorted(set.intersection(*(compile_launches(target) for target in TARGETS))))
+    compiled = set.intersection(*(compile_launches(target) for target in TARGETS))
+    sys.stdout.write("\n".join(sorted(compiled)))

@@ -134,7 +134,7 @@ def test_an_index_is_no_part_of_a_state_dict() -> None:
 
 
 def test_two_bf16_numbers_are_nearly_one_of_fp32() -> None:
-    """What a GPU multiplies (split_dot_products); the same arithmetic here. One coordinate is large."""
+    """As split_dot_products multiplies on a GPU. One coordinate is large."""
     draw = torch.Generator().manual_seed(0)
     x, keys = (torch.randn(rows, 96, generator=draw) for rows in (40, 300))
     x[:, 3], keys[:, 3] = 50.0, 40.0

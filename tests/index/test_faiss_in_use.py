@@ -89,5 +89,5 @@ def test_a_damaged_index_says_so() -> None:
     with pytest.raises(MemoryFormatError, match=r"damaged .*Build it again"):
         FaissIndex.load({**tensors, "faiss": tensors["faiss"][:100]}, RERANK, CPU)
     del tensors["keys"], tensors["correction"]
-    with pytest.raises(MemoryFormatError, match="lacks correction, keys. Build it again"):
+    with pytest.raises(MemoryFormatError, match=r"lacks correction, keys\. Build it again"):
         FaissIndex.load(tensors, RERANK, CPU)

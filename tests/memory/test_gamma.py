@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from knn_moe.index import exact
-from knn_moe.index import leave_one_out
+from knn_moe.index import exact, leave_one_out
 from knn_moe.memory import gamma
 from knn_moe.memory.gamma import estimate_gamma
 
