@@ -276,13 +276,13 @@ def test_no_table_of_all_cases_by_all_is_made(
     layers = opened(plain, 0)
     expected = worth_by_values(layers, layers, CPU)
     seen: list[tuple[int, ...]] = []
-    product = leave_one_out.product
+    product = leave_one_out.dot_products
 
     def watched(x: Tensor, keys: Tensor) -> Tensor:
         seen.append((len(x), len(keys)))
         return product(x, keys)
 
-    monkeypatch.setattr(leave_one_out, "product", watched)
+    monkeypatch.setattr(leave_one_out, "dot_products", watched)
     monkeypatch.setattr("knn_moe.index.exact._KEYS", {"cpu": 64})
     monkeypatch.setattr("knn_moe.adapt.prune.by_values._ROWS", 32)
     found = worth_by_values(layers, layers, CPU)

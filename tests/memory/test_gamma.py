@@ -125,7 +125,7 @@ def test_blocks_change_nothing(size: int, monkeypatch: pytest.MonkeyPatch) -> No
     keys, example, case = random_memory()
     whole = estimate_gamma(keys, example, case)
     monkeypatch.setitem(exact._KEYS, "cpu", size)
-    assert len(list(exact.blocks(48, keys.device))) > 2
+    assert len(list(exact.row_blocks(48, keys.device))) > 2
     assert estimate_gamma(keys, example, case) == pytest.approx(whole, rel=1e-6)
 
 
@@ -152,7 +152,7 @@ def test_zero_distances_do_not_count_when_multiplied_in_bf16(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        leave_one_out, "product", lambda x, keys: x.bfloat16().float() @ keys.float().T
+        leave_one_out, "dot_products", lambda x, keys: x.bfloat16().float() @ keys.float().T
     )
     keys, example, case = twice(torch.randn(40, 256).bfloat16())
     assert estimate_gamma(keys, example, case) == pytest.approx(

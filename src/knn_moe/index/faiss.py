@@ -224,7 +224,7 @@ def _train(keys: Tensor, parts: dict[str, Tensor], config: IndexConfig) -> Any:
     faiss = _faiss(config.kind)
     size = min(len(keys), _SAMPLE)
     sample = keys[spread_evenly(size, len(keys), keys.device)]
-    dims, codes, lists = ivfpq_layout(*keys.shape, config)
+    dims, codes, lists = ivfpq_layout(len(keys), keys.shape[1], config)
     parts["projection"] = _principal_axes(sample, parts, dims, codes)
     points = torch.cat([_project(part, parts)[0] for part in _scale_blocks(sample, parts)])
     if size < _CODES:  # FAISS wants as many; repeated, each point gets its own code
