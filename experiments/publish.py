@@ -1,128 +1,119 @@
-"""Turn what was measured into what is read: model cards, the README's table, the growth plot.
+"""Do the README, the results and the model cards say what was measured? Write them so that they do.
 
-    python models/publish.py
+    python experiments/publish.py
 
-Reads `docs/measurements/*.json` (from `measure.py`), `docs/measurements/calibrated` (from
-`calibrated.py`) and each model's `training.json`; writes a card beside each embedded model, tables
-between two marks in the README and in docs/results.md, and `docs/growth.svg`.
-Running it again changes nothing: a test holds the committed files to it.
+Reads docs/measurements and the embedded models' `training.json`. Writes a card beside each
+embedded model, docs/growth.svg, and tables between markers such as
+`<!-- gains: experiments/publish.py -->` and `<!-- /gains -->`, in README.md and docs/*.md:
+
+    gains         two models, two texts (README.md must have it)
+    costs         what recalling and building cost (README.md must have it)
+    measurements  every method, task and model (docs/results.md must have it)
+    builds        building time of three published shapes
+
+Running it again changes nothing; a test checks that the committed files are what it writes.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
+from common import Arguments, Row, make_parser, save_plot
 from knn_moe.support.embedded_models import EMBEDDED_MODELS, embedded_model
+from model_cards import model_card
 
-ROOT = Path(__file__).resolve().parents[1]
-MEASUREMENTS = ROOT / "docs" / "measurements"
-LARGE = "olmoe-80m"
-WAYS = {
+ROOT: Final = Path(__file__).resolve().parents[1]
+MEASUREMENTS: Final = ROOT / "docs" / "measurements"
+LARGE: Final = "olmoe-80m"
+MODELS: Final = (*EMBEDDED_MODELS, LARGE)
+TEXTS: Final = {"text_medical": "medical", "text_sql": "sql"}
+TASKS: Final = (*TEXTS, "medmcqa")
+METHODS: Final = {
     "zero-shot": "zero-shot",
-    "paper": "kNN-MoE, paper",
-    "strong": "kNN-MoE, strong",
-    "control": "strong, values shuffled",
-}
-TEXTS = {"text_medical": "medical", "text_sql": "sql"}
-QUESTIONS = "medmcqa"
-METHODS = {
-    "zero-shot": "zero-shot",
-    "knn-paper": "kNN-MoE, paper",
-    "knn": "kNN-MoE, strong",
+    "knn-paper": "kNN-MoE, preset `paper`",
+    "knn": "kNN-MoE, preset `strong`",
     "knn-calibrated": "**kNN-MoE, calibrated**",
-    "sft-router": "SFT of the routers",
-    "sft": "SFT (LoRA on everything)",
+    "knn-calibrated+head": "**kNN-MoE, calibrated, with head**",
+    "sft-router": "SFT, routers only",
+    "sft": "SFT, LoRA on all weights",
     "knn-lm": "kNN-LM",
-    "knn-calibrated+head": "calibrated, with its head",
-    "knn-calibrated+knn-lm": "calibrated + kNN-LM",
+    "knn-calibrated+knn-lm": "kNN-MoE, calibrated, and kNN-LM",
 }
-MARKS = "<!-- measurements: models/publish.py -->", "<!-- /measurements -->"
-
-FAMILIES = {
-    "tiny-olmoe": "OLMoE: softmax, then the top 4 of 16 experts, weights as they are",
-    "tiny-qwen3": "Qwen3-MoE: softmax, the top 4 of 16 experts, weights renormalised",
-    "tiny-gpt-oss": "GPT-OSS: the top 4 of 16 experts, then softmax; a bias on the router",
-}
-
-SOURCES = """\
-| domain | source | licence |
-|---|---|---|
-| fiction | 16 novels, Standard Ebooks | US public domain; CC0 1.0 |
-| textbook | six OpenStax textbooks (economics, US history, astronomy, sociology, psychology, \
-American government), Rice University | CC BY 4.0 at the commits used |
-| legal | District of Columbia code | statute text, not under copyright |
-| python | sympy, TheAlgorithms/Python, click, httpx | BSD-3, MIT, BSD-3, BSD-3 |
-| tinystories | 4 MB of TinyStories, lower-cased (written by GPT-3.5/4, as its authors say) | \
-CDLA-Sharing-1.0 upstream; the copy read is under MIT |"""
+COST_SHAPE: Final = "olmoe-1b-7b"
 
 
-def main() -> None:
-    for name in EMBEDDED_MODELS:
-        write(Path(embedded_model(name)) / "README.md", model_card(name))
-    readme = ROOT / "README.md"
-    write(readme, replace_between(readme.read_text(encoding="utf8"), readme_table()))
-    results = ROOT / "docs" / "results.md"
-    write(results, replace_between(results.read_text(encoding="utf8"), results_table()))
+def main(arguments: Arguments = None) -> None:
+    """Write everything that is published."""
+    make_parser(__doc__).parse_args(arguments)
+    for path, text in published_texts():
+        path.write_text(text, encoding="utf8")
     plot_growth(ROOT / "docs" / "growth.svg")
 
 
-def write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf8")
+def published_texts() -> Iterator[tuple[Path, str]]:
+    """Yield every text file that is published, and its content."""
+    for name in EMBEDDED_MODELS:
+        card = model_card(name, read_measurement(f"{name}.json"))
+        yield Path(embedded_model(name)) / "README.md", card
+    for path in (*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"):
+        text = path.read_text(encoding="utf8")
+        yield path, fill_markers(text, path.name)
 
 
-def measured(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((MEASUREMENTS / f"{name}.json").read_text(encoding="utf8"))
-    return found
+def fill_markers(text: str, name: str) -> str:
+    """Return the text of a document with every table between its markers.
+
+    Raises:
+        SystemExit: A marker that the document must have is missing, or has no partner.
+    """
+    for table, make in TABLES.items():
+        begin, end = f"<!-- {table}: experiments/publish.py -->", f"<!-- /{table} -->"
+        if begin not in text and table not in REQUIRED.get(name, ()):
+            continue
+        if text.count(begin) != 1 or text.count(end) != 1:
+            raise SystemExit(
+                f"{name} must have the markers {begin} and {end} once each: add them on lines of "
+                f"their own, and the table of {table} is written between them."
+            )
+        before, rest = text.split(begin)
+        _, after = rest.split(end)
+        text = f"{before}{begin}\n{make()}\n{end}{after}"
+    return text
 
 
-def training(name: str) -> dict[str, Any]:
-    path = Path(embedded_model(name)) / "training.json"
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf8"))
-    return found
+def read_measurement(name: str) -> Any:
+    """Read a file of docs/measurements."""
+    return json.loads((MEASUREMENTS / name).read_text(encoding="utf8"))
 
 
-def replace_between(text: str, table: str) -> str:
-    """`text` with what stands between the marks replaced."""
-    before, rest = text.split(MARKS[0])
-    _, after = rest.split(MARKS[1])
-    return f"{before}{MARKS[0]}\n{table}\n{MARKS[1]}{after}"
-
-
-def readme_table() -> str:
-    """Change in nats per token by every method, all models and texts."""
-    models = [*EMBEDDED_MODELS, LARGE]
-    lines = [
-        "| text | " + " | ".join(["way", *models]) + " |",
-        "|---|---|" + "---|" * len(models),
+def gains_table() -> str:
+    """Return the README's gains: every way to adapt two models to two texts."""
+    columns = [(model, task) for model in (EMBEDDED_MODELS[0], LARGE) for task in TEXTS]
+    header = ["nats per token", *(f"{model}, {TEXTS[task]}" for model, task in columns)]
+    rows = [
+        [title, *(method_cell(model, task, method) for model, task in columns)]
+        for method, title in METHODS.items()
+        if method != "knn-calibrated+knn-lm"
     ]
-    for task, words in TEXTS.items():
-        for method, title in METHODS.items():
-            cells = [method_cell(model, task, method) for model in models]
-            lines.append(f"| {words} | {title} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return markdown_table(header, rows)
 
 
-def results_table() -> str:
-    """The same for every task, with the seconds each method took to prepare."""
-    models = [*EMBEDDED_MODELS, LARGE]
-    lines = [
-        "| task | " + " | ".join(["way", *models]) + " |",
-        "|---|---|" + "---|" * len(models),
+def measurements_table() -> str:
+    """Return the full table: every task, method and model, with the seconds of preparation."""
+    rows = [
+        [task, title, *(method_cell(model, task, method, seconds=True) for model in MODELS)]
+        for task in TASKS
+        for method, title in METHODS.items()
     ]
-    for task in (*TEXTS, QUESTIONS):
-        for method, title in METHODS.items():
-            cells = [method_cell(model, task, method, seconds=True) for model in models]
-            lines.append(f"| {task} | {title} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return markdown_table(["task", "method", *MODELS], rows)
 
 
 def method_cell(model: str, task: str, method: str, *, seconds: bool = False) -> str:
-    """The loss of zero-shot; of the others the change and half its interval, if measured."""
-    path = MEASUREMENTS / "calibrated" / f"{model}-{task}.json"
-    rows = json.loads(path.read_text(encoding="utf8")) if path.is_file() else []
+    """Format the zero-shot loss or, for other methods, the change and half its interval."""
+    rows: list[Row] = read_measurement(f"calibrated/{model}-{task}.json")
     row = next((row for row in rows if row["method"] == method), None)
     if row is None:
         return "-"
@@ -130,170 +121,85 @@ def method_cell(model: str, task: str, method: str, *, seconds: bool = False) ->
     if row[change] is None:
         return f"{row[loss]:.3f}"
     found = row[change]
-    told = f"{found['difference']:+.3f} ± {(found['high'] - found['low']) / 2:.3f}"
-    return f"{told}, {row['preparation_seconds']:.0f} s" if seconds else told
+    cell = f"{found['difference']:+.3f} ± {(found['high'] - found['low']) / 2:.3f}"
+    return f"{cell}, {row['preparation_seconds']:.0f} s" if seconds else cell
 
 
-def row_of(found: dict[str, Any], domain: str, way: str) -> dict[str, Any]:
-    rows: list[dict[str, Any]] = found["table"]
-    return next(row for row in rows if (row["domain"], row["way"]) == (domain, way))
+def costs_table() -> str:
+    """Return the README's costs: what recalling adds to time and GPU memory, and building."""
+    rows: list[Row] = read_measurement(f"retrieval/{COST_SHAPE}.json")["rows"]
+    cells = {(row["what"], row["index"]): row for row in rows}
+    kinds = sorted({row["what"] for row in rows if "eager" not in row["what"]})
+    lines = [
+        [
+            kind,
+            f"{cells[kind, 'fast']['alone_milliseconds']:.3g} ms",
+            *(percent(cells[kind, index]["times_alone"]) for index in ("fast", "exact")),
+        ]
+        for kind in kinds
+    ]
+    fast, exact = (cells[kinds[0], index] for index in ("fast", "exact"))
+    added = [percent(row["memory_times_alone"]) for row in (fast, exact)]
+    lines.append(["GPU memory", f"{fast['alone_gigabytes']:.1f} GB", *added])
+    build = read_measurement(f"building/{COST_SHAPE}.json")
+    seconds, size = f"{build['seconds']:.1f} s", f"{build['gigabytes_on_disk']:.1f} GB on disk"
+    lines.append([f"build from {build['tokens']:,} tokens", "-", seconds, size])
+    name = f"{build['name']}, one {build['device']}"
+    return markdown_table([name, "without memory", "index `fast`", "index `exact`"], lines)
 
 
-def change_cell(row: dict[str, Any]) -> str:
-    if "nll_change" not in row:
-        return f"{row['nll']:.3f}"
-    change, points = row["nll_change"], row["accuracy_change"]["difference"] * 100
-    margin = (change["high"] - change["low"]) / 2
-    return f"{change['difference']:+.3f} ± {margin:.3f} ({points:+.1f})"
+def builds_table() -> str:
+    """Return the time and memory it takes to build, for each published shape."""
+    rows = []
+    for path in sorted((MEASUREMENTS / "building").glob("*.json")):
+        found = json.loads(path.read_text(encoding="utf8"))
+        rows.append(
+            [
+                f"{found['name']} (batches of {found['batch_tokens']:,} tokens)",
+                f"{found['model_tokens_per_second']:,} tokens/s",
+                f"{found['times_plain']} ×",
+                f"{found['seconds']} s for {found['gigabytes_on_disk']} GB",
+                f"{found['peak_gigabytes']} GB",
+            ]
+        )
+    header = ["shape", "in the model", "against one sequence at a time, `eager`"]
+    return markdown_table([*header, "end to end, memory on disk", "peak GPU memory"], rows)
 
 
-def model_card(name: str) -> str:
-    facts, found = training(name), measured(name)
-    return "\n".join([card_opening(name, facts), card_training(facts), card_worth(name, found)])
+def percent(times: float) -> str:
+    """Format a factor as what it adds, in percent."""
+    added = (times - 1) * 100
+    return f"{added:+.1f} %" if abs(added) < 10 else f"{added:+.0f} %"
 
 
-def card_opening(name: str, facts: dict[str, Any]) -> str:
-    return f"""\
----
-license: apache-2.0
-language: en
-library_name: transformers
-tags: [mixture-of-experts, tiny, knn-moe]
----
-
-# {name}
-
-A small Mixture-of-Experts language model, trained from scratch to show and test kNN-MoE where no
-large model can be had. {FAMILIES[name]}.
-{facts["parameters"] / 1e6:.1f}M parameters, {facts["active"] / 1e6:.1f}M of them active for a
-token; bf16.
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from knn_moe.support.embedded_models import embedded_model
-
-model = AutoModelForCausalLM.from_pretrained(embedded_model("{name}"))
-tokenizer = AutoTokenizer.from_pretrained(embedded_model("{name}"))
-```
-
-## What it read
-
-{facts["train_tokens"]:,} tokens of five domains, split by document, 5 % held out; a byte-level
-BPE tokenizer of 4,096 tokens, trained on the same text and shared by all three models. **Medical,
-SQL and maths text and every benchmark are unseen.**
-
-{SOURCES}
-"""
-
-
-def card_training(facts: dict[str, Any]) -> str:
-    history = facts["history"]
-    return f"""\
-## How it was trained
-
-`python models/train.py models/recipes/tiny-*.json --out OUT` on one {facts["versions"]["device"]},
-all three at once, in {history["seconds"] / 60:.0f} minutes: {len(history["train"])} epochs, \
-{history["tokens"] / 1e6:.0f}M tokens.
-{recipe_words(facts)}
-Loss on held-out text by epoch: {", ".join(f"{loss:.3f}" for loss in history["valid"])}.
-
-## Loss on held-out text
-
-Nats per token, 200 windows of 256 tokens each.
-
-{losses_table(facts)}
-
-## Its experts
-
-The busiest expert of a layer has {max(facts["experts"]["busiest"]):.2f} times an even share, the
-idlest {min(facts["experts"]["idlest"]):.2f}. How expert use differs between domains
-(Jensen-Shannon divergence in bits, averaged over the layers; 0 is alike, 1 is disjoint):
-
-{divergence_table(facts)}
-"""
-
-
-def card_worth(name: str, found: dict[str, Any]) -> str:
-    return f"""\
-## What a memory is worth to it
-
-{found["sequences"]} × 256 reference tokens, 200 × 256 test tokens; change in nats per token with
-its 95 % interval, and in next-token accuracy (points), on one {found["device"]}:
-`python models/measure.py {name} --out OUT`
-
-{card_table(found)}
-
-The shuffled memory is a control: each case with another case's value.
-
-## Limits
-
-It writes grammatical nonsense and knows no facts. It was trained on windows of 512 tokens. It is
-made for tests and demonstrations of routing: figures measured on it say that a method works, not
-what it is worth on a model of useful size.
-"""
-
-
-def recipe_words(facts: dict[str, Any]) -> str:
-    recipe = SimpleNamespace(**facts["settings"])
-    shape = recipe.config
-    return f"""\
-Batches of {recipe.batch} windows of {recipe.length} tokens; AdamW (β 0.9 and 0.95, weight
-decay {recipe.weight_decay}) on fp32 copies of the weights, gradients clipped at {recipe.clip:g};
-learning rate up to {recipe.learning_rate:g} over the first {recipe.warmup:.0%} of the steps, then
-a cosine to a twentieth; {recipe.balance:g} times a load-balancing loss of each layer; seed
-{recipe.seed}. Shape: {shape["num_hidden_layers"]} layers of width {shape["hidden_size"]},
-{shape["num_attention_heads"]} heads, experts of width {shape["intermediate_size"]}, input and
-output embeddings shared."""
-
-
-def losses_table(facts: dict[str, Any]) -> str:
-    lines = ["| domain | | loss |", "|---|---|---|"]
-    for domain, loss in facts["losses"].items():
-        seen = "seen" if domain in facts["domains"] else "unseen"
-        lines.append(f"| {domain} | {seen} | {loss:.3f} |")
-    return "\n".join(lines)
-
-
-def divergence_table(facts: dict[str, Any]) -> str:
-    found = facts["experts"]["divergence"]
-    lines = ["| | " + " | ".join(found) + " |", "|---|" + "---|" * len(found)]
-    for one, others in found.items():
-        lines.append(f"| {one} | " + " | ".join(f"{value:.2f}" for value in others.values()) + " |")
-    return "\n".join(lines)
-
-
-def card_table(found: dict[str, Any]) -> str:
-    lines = ["| | medical | sql |", "|---|---|---|"]
-    for way, words in WAYS.items():
-        cells = [change_cell(row_of(found, domain, way)) for domain in ("medical", "sql")]
-        lines.append(f"| {words} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def plot_growth(path: Path) -> None:
-    """The gain on medical text against the size of the reference set, one line a model."""
-    import matplotlib as mpl
+    """Plot the gain on medical text against the size of the reference set, a line per model."""
+    from matplotlib.figure import Figure
 
-    mpl.use("svg")
-    mpl.rcParams["svg.hashsalt"] = "knn-moe"  # the same plot, byte for byte
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 3.8), layout="constrained")
-    for name, marker in zip([*EMBEDDED_MODELS, LARGE], "osD^", strict=True):
-        rows = [row for row in measured(name)["growth"] if row["way"] == "strong"]
+    figure = Figure(figsize=(7, 3.8), layout="constrained")
+    axes = figure.subplots()
+    growth = {model: read_measurement(f"{model}.json")["growth"] for model in MODELS}
+    for model, marker in zip(MODELS, "osD^", strict=True):
+        rows = [row for row in growth[model] if row["way"] == "strong"]
         sizes = [row["sequences"] for row in rows]
-        gain = [-row["nll_change"]["difference"] for row in rows]
-        low = [-row["nll_change"]["high"] for row in rows]
-        high = [-row["nll_change"]["low"] for row in rows]
-        (line,) = axes.plot(sizes, gain, marker=marker, markersize=5, label=name)
+        gain, low, high = (
+            [-row["nll_change"][part] for row in rows] for part in ("difference", "high", "low")
+        )
+        (line,) = axes.plot(sizes, gain, marker=marker, markersize=5, label=model)
         axes.fill_between(sizes, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
-    papers = [row for row in measured(LARGE)["growth"] if row["way"] == "paper"]
+    paper = [row for row in growth[LARGE] if row["way"] == "paper"]
     axes.plot(
-        [row["sequences"] for row in papers],
-        [-row["nll_change"]["difference"] for row in papers],
+        [row["sequences"] for row in paper],
+        [-row["nll_change"]["difference"] for row in paper],
         color="grey",
         linestyle="--",
-        label=f"{LARGE}, paper's preset",
+        label=f"{LARGE}, preset paper",
     )
     axes.axhline(0, color="black", linewidth=0.6)
     axes.set_xscale("log", base=2)
@@ -302,9 +208,16 @@ def plot_growth(path: Path) -> None:
     axes.set_ylabel("gain, nats per token")
     axes.legend(frameon=False, fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
+    save_plot(figure, path)
 
+
+TABLES: Final = {
+    "gains": gains_table,
+    "costs": costs_table,
+    "measurements": measurements_table,
+    "builds": builds_table,
+}
+REQUIRED: Final = {"README.md": ("gains", "costs"), "results.md": ("measurements",)}
 
 if __name__ == "__main__":
     main()

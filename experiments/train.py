@@ -1,20 +1,19 @@
-"""Train small Mixture-of-Experts models from recipes, all at once on one device.
+"""Train the project's own small Mixture-of-Experts models from scratch.
 
-    python models/train.py models/recipes/tiny-*.json --out OUT
+    python experiments/train.py experiments/recipes/tiny-*.json --out OUT
 
-Reads the text of the seen domains, trains the tokenizer they share unless OUT has one, then
-trains each recipe in a process of its own: small models leave most of a large GPU idle. Each
-ends as OUT/NAME, a folder for `from_pretrained`, with `training.json` beside its weights: losses
-by domain, how evenly the experts are used and how their use differs between domains.
+Reads the text of the seen domains, trains one tokenizer for all recipes unless OUT has one, and
+trains each recipe in a process of its own, because small models leave most of a large GPU idle.
+Writes OUT/NAME, a folder for `from_pretrained`. Its `training.json` has the losses of every epoch
+and domain, each expert's load, and how expert use differs between domains.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,22 @@ import torch.multiprocessing as processes
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
 
-from audit import audit_experts, device_name, held_out, losses_by_domain
-from corpus import SEEN, UNSEEN, default_data, encode, read_texts, train_tokenizer, windows
+from common import Arguments, add_data_and_device, device_name, make_parser, write_json
+from corpus import (
+    SEEN,
+    UNSEEN,
+    cut_windows,
+    encode_documents,
+    load_validation_windows,
+    read_texts,
+    train_tokenizer,
+)
+from expert_balance import describe_expert_balance, losses_by_domain
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A model to train: its shape in the words of its own config, and how to train it."""
+    """A model to train: the fields of its transformers config, and how to train it."""
 
     name: str
     model_type: str
@@ -43,38 +51,45 @@ class Recipe:
     balance: float = 0.02  # weight of the load-balancing loss
     clip: float = 1.0
     seed: int = 0
-    domains: tuple[str, ...] = field(default=SEEN)
+    domains: tuple[str, ...] = SEEN
 
     @staticmethod
     def read(path: Path) -> Recipe:
+        """Read a recipe from JSON; the file's name is the model's name."""
         return Recipe(name=path.stem, **json.loads(path.read_text(encoding="utf8")))
 
 
 @dataclass(frozen=True)
-class Run:
-    """Where one training takes its input and leaves its output."""
+class TrainingRun:
+    """Where a training reads its text and writes its model, and how it runs."""
 
     data: Path
     out: Path
     device: str
     compiled: bool
-    max_steps: int | None  # stop early, to try a recipe or to time it
+    max_steps: int | None = None  # stop early, to try a recipe or to time it
 
     @property
     def tokenizer(self) -> Path:
         return self.out / "tokenizer"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("recipes", nargs="+", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--data", type=Path, default=default_data())
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--eager", action="store_true", help="do not compile")
-    parser.add_argument("--max-steps", type=int)
-    options = parser.parse_args()
-    run = Run(options.data, options.out, options.device, not options.eager, options.max_steps)
+def main(arguments: Arguments = None) -> None:
+    """Train every recipe."""
+    parser = make_parser(__doc__)
+    parser.add_argument("recipes", nargs="+", type=Path, help="JSON files, one for each model")
+    parser.add_argument("--out", type=Path, required=True, help="folder for tokenizer and models")
+    add_data_and_device(parser)
+    parser.add_argument("--eager", action="store_true", help="do not use torch.compile")
+    parser.add_argument("--max-steps", type=int, help="stop each training after so many steps")
+    options = parser.parse_args(arguments)
+    run = TrainingRun(
+        data=options.data,
+        out=options.out,
+        device=options.device,
+        compiled=not options.eager,
+        max_steps=options.max_steps,
+    )
     recipes = [Recipe.read(path) for path in options.recipes]
     prepare_tokenizer(run, recipes[0])
     if len(recipes) == 1:
@@ -87,28 +102,32 @@ def main() -> None:
     for worker in workers:
         worker.join()
     if any(worker.exitcode for worker in workers):
-        raise SystemExit("A training failed; see above.")
+        raise SystemExit("At least one training failed. Its error is printed above.")
 
 
-def prepare_tokenizer(run: Run, recipe: Recipe) -> None:
+def prepare_tokenizer(run: TrainingRun, recipe: Recipe) -> None:
+    """Train the tokenizer on the recipe's text, unless there is one."""
     if run.tokenizer.exists():
         return
     texts = [text for domain in recipe.domains for text in read_texts(run.data, domain, "train")]
     train_tokenizer(texts, recipe.config["vocab_size"]).save_pretrained(run.tokenizer)
 
 
-def train(recipe: Recipe, run: Run) -> None:
-    """Train, audit and save one model."""
+def train(recipe: Recipe, run: TrainingRun) -> None:
+    """Train, measure and save one model."""
     started = time.perf_counter()
     set_seed(recipe.seed)
     tokenizer = AutoTokenizer.from_pretrained(run.tokenizer)
     documents = [
         document
         for domain in recipe.domains
-        for document in encode(tokenizer, read_texts(run.data, domain, "train"))
+        for document in encode_documents(tokenizer, read_texts(run.data, domain, "train"))
     ]
     model = make_model(recipe, tokenizer).to(run.device)
-    seen = held_out(tokenizer, run.data, recipe.domains)
+    seen, unseen = (
+        load_validation_windows(tokenizer, run.data, domains)
+        for domains in (recipe.domains, UNSEEN)
+    )
     history = fit(model, recipe, documents, seen, run)
     history["seconds"] = round(time.perf_counter() - started, 1)
     model.config.router_aux_loss_coef = recipe.balance
@@ -120,19 +139,19 @@ def train(recipe: Recipe, run: Run) -> None:
         "domains": list(recipe.domains),
         "train_tokens": sum(map(len, documents)),
         "history": history,
-        "losses": losses_by_domain(model, seen | held_out(tokenizer, run.data, UNSEEN)),
-        "experts": audit_experts(model, seen),
+        "losses": losses_by_domain(model, seen | unseen),
+        "experts": describe_expert_balance(model, seen),
         "versions": {"torch": torch.__version__, "device": device_name(run.device)},
     }
     folder = run.out / recipe.name
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    (folder / "training.json").write_text(json.dumps(report, indent=1), encoding="utf8")
+    write_json(folder / "training.json", report)
     print(f"{recipe.name}: {json.dumps(report['losses'])}", flush=True)
 
 
 def make_model(recipe: Recipe, tokenizer: Any) -> Any:
-    """A fresh model of the recipe's shape, in bf16."""
+    """Make an untrained model of the recipe's shape, in bf16."""
     config = AutoConfig.for_model(
         recipe.model_type,
         bos_token_id=tokenizer.bos_token_id,
@@ -141,15 +160,15 @@ def make_model(recipe: Recipe, tokenizer: Any) -> Any:
         router_aux_loss_coef=0.0,  # transformers' own balances all layers together, not each
         **recipe.config,
     )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).bfloat16()
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     model.config.dtype = torch.bfloat16
-    return model
+    return model.bfloat16()
 
 
 def fit(
-    model: Any, recipe: Recipe, documents: list[Tensor], seen: dict[str, Tensor], run: Run
+    model: Any, recipe: Recipe, documents: list[Tensor], seen: dict[str, Tensor], run: TrainingRun
 ) -> dict[str, Any]:
-    """Run the recipe's epochs; returns what happened, for the report."""
+    """Train for the recipe's epochs and return the history of losses."""
     generator = torch.Generator().manual_seed(recipe.seed)
     per_epoch = sum(map(len, documents)) // (recipe.length * recipe.batch) - 1
     steps = min(int(recipe.epochs * per_epoch), run.max_steps or 1 << 62)
@@ -159,13 +178,13 @@ def fit(
     history: dict[str, Any] = {"train": [], "valid": [], "tokens": 0}
     step, started = 0, time.perf_counter()
     while step < steps:
-        epoch = windows(documents, recipe.length, generator).to(run.device)
+        epoch = cut_windows(documents, recipe.length, generator).to(run.device)
         losses = []
         for batch in epoch.long().split(recipe.batch)[: min(per_epoch, steps - step)]:
-            loss, surprise = forward(batch)
+            loss, next_token_loss = forward(batch)
             loss.backward()
             optimiser.step(learning_rate(step / steps, recipe))
-            losses.append(surprise)
+            losses.append(next_token_loss)
             step += 1
         valid = losses_by_domain(model, seen)
         history["train"].append(round(float(torch.stack(losses).mean()), 4))
@@ -181,7 +200,7 @@ def fit(
 
 
 class Objective(torch.nn.Module):
-    """Next-token loss, and beside it a pull towards experts used evenly in every layer."""
+    """The next-token loss plus a penalty on layers that use their experts unevenly."""
 
     def __init__(self, model: Any, balance: float) -> None:
         super().__init__()
@@ -189,17 +208,19 @@ class Objective(torch.nn.Module):
         self.balance = balance
 
     def forward(self, batch: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss to descend, and the part of it that is surprise. Shapes: batch [B, T]."""
+        """Return the loss to minimise and the next-token loss in it. Shapes: batch [B, T]."""
         output = self.model(
             input_ids=batch, labels=batch, use_cache=False, output_router_logits=True
         )
         logits = torch.stack([layer.flatten(0, -2) for layer in output.router_logits])
-        unevenness = load_imbalance(logits, self.model.config.num_experts_per_tok)
-        return output.loss + self.balance * unevenness, output.loss.detach()
+        imbalance = load_imbalance(logits, self.model.config.num_experts_per_tok)
+        return output.loss + self.balance * imbalance, output.loss.detach()
 
 
 def load_imbalance(logits: Tensor, top_k: int) -> Tensor:
-    """How unevenly each layer uses its experts: 1 where evenly, up to N / top_k (Switch, eq. 4).
+    """Return how unevenly layers use their experts: 1 is even, experts / top_k is the worst.
+
+    This is the load-balancing loss of the Switch Transformer (eq. 4), averaged over layers.
 
     Shapes: logits [layers, tokens, experts].
     """
@@ -211,7 +232,7 @@ def load_imbalance(logits: Tensor, top_k: int) -> Tensor:
 
 
 class MasterAdamW:
-    """AdamW on fp32 copies of bf16 weights: a small step is not lost in rounding."""
+    """AdamW on fp32 copies of bf16 weights, so that small steps are not lost in rounding."""
 
     def __init__(self, model: Any, recipe: Recipe) -> None:
         self.clip = recipe.clip
@@ -231,6 +252,7 @@ class MasterAdamW:
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
+        """Clip the gradients, update the weights and clear the gradients."""
         for group in self.optimiser.param_groups:
             group["lr"] = learning_rate
         for master, weight in zip(self.masters, self.weights, strict=True):
@@ -242,7 +264,7 @@ class MasterAdamW:
 
 
 def learning_rate(progress: float, recipe: Recipe) -> float:
-    """Linear warm-up, then a cosine to a twentieth."""
+    """Return the rate after a share of the steps: linear warm-up, then a cosine to a twentieth."""
     if progress < recipe.warmup:
         return recipe.learning_rate * progress / recipe.warmup
     turn = (progress - recipe.warmup) / (1 - recipe.warmup)
@@ -250,7 +272,7 @@ def learning_rate(progress: float, recipe: Recipe) -> float:
 
 
 def active_parameters(model: Any) -> int:
-    """Parameters a token passes through: of each layer's experts, only the chosen."""
+    """Count the parameters that one token uses: of each layer's experts, only the chosen ones."""
     total = 0
     for name, parameter in model.named_parameters():
         share = model.config.num_experts_per_tok / parameter.shape[0] if ".experts." in name else 1

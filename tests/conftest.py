@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,6 @@ from helpers.families import FAMILIES
 from helpers.tiny import trained, words
 from knn_moe import BuildConfig, RoutingMemory, build_memory
 from knn_moe.bench.models import number_tokenizer
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "experiments"))  # the training scripts
 
 VOCABULARY = 128
 BUILD = BuildConfig(learning_rate=5.0, batch_tokens=64)

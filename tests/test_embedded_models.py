@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from audit import held_out, losses_by_domain
-from corpus import END, PAD, SEEN, UNSEEN, default_data
+from corpus import END, PAD, SEEN, UNSEEN, find_data_folder, load_validation_windows
+from expert_balance import losses_by_domain
 from knn_moe import build_memory
 from knn_moe.cli.main import main
 from knn_moe.support.embedded_models import EMBEDDED_MODELS, embedded_model, public_name
@@ -190,9 +190,13 @@ def test_all_experts_work_and_not_all_on_the_same(name: str) -> None:
 
 @every_model
 def test_what_was_measured_is_found_again(name: str) -> None:
-    if not default_data().is_dir():
-        pytest.skip(f"no data at {default_data()}: set KNN_MOE_DATA to compare with the real text")
-    few = held_out(tokenizer_of(name), default_data(), ("python",))["python"][::10]
+    if not find_data_folder().is_dir():
+        pytest.skip(
+            f"no data at {find_data_folder()}: set KNN_MOE_DATA to compare with the real text"
+        )
+    few = load_validation_windows(tokenizer_of(name), find_data_folder(), ("python",))["python"][
+        ::10
+    ]
     assert len(few) == 20
     found = losses_by_domain(load(name), {"python": few})["python"]
     assert found == pytest.approx(training(name)["losses"]["python"], abs=0.25)

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from transformers import PreTrainedModel
 
 from conftest import family
-from corpus import encode, sample_texts, windows
+from corpus import cut_windows, encode_documents, sample_texts
 from helpers.tiny import trained, words
 from knn_moe import (
     BuildConfig,
@@ -157,8 +157,8 @@ def tried() -> Tried:
     # So few cases are not to be trusted as far as the preset trusts many.
     cautious = RoutingConfig(k=16, gamma_scale=1.5, confidence_scale=0.4)
     memory = replace(memory, manifest=replace(memory.manifest, routing=cautious))
-    tokens = encode(tokenizer, sample_texts(tokenizer, test, 32 * 128))
-    return Tried(network, memory, windows(tokens, 128).long())
+    tokens = encode_documents(tokenizer, sample_texts(tokenizer, test, 32 * 128))
+    return Tried(network, memory, cut_windows(tokens, 128).long())
 
 
 @pytest.mark.parametrize("kind", CONTROLS)

@@ -1,4 +1,4 @@
-"""A little training text in the form of the data folder, and the least model to train on it."""
+"""A little text in the form of the data folder, and the smallest model to train on it."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ RECIPE = Recipe(
     batch=4,
     learning_rate=1e-2,
 )
+STEPS = 30  # of its training
 SUBJECTS = ("the cat", "a judge", "my list", "that dose", "one row", "her friend")
 
 
@@ -39,21 +40,32 @@ def write_rows(path: Path, rows: Sequence[dict[str, str]]) -> None:
         lines.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-def sentences(domain: str, seed: str, count: int) -> str:
-    draw = random.Random(domain + seed)
+def make_sentences(domain: str, seed: str, count: int) -> str:
+    generator = random.Random(domain + seed)
     return " ".join(
-        f"{draw.choice(SUBJECTS)} in {domain} {draw.randrange(100)}." for _ in range(count)
+        f"{generator.choice(SUBJECTS)} in {domain} {generator.randrange(100)}."
+        for _ in range(count)
     )
 
 
 def write_corpus(folder: Path) -> Path:
-    """Six documents of each domain to train on, two held out."""
+    """Write six training documents of each domain and two validation documents.
+
+    Of medical text there are ninety shorter ones, because calibration needs many examples.
+    """
     for split, count in (("train", 6), ("valid", 2)):
         for domain in (*SEEN, "medical", "sql"):
-            rows = [{"text": sentences(domain, f"{split} {n}", 30)} for n in range(count)]
+            parts = 15 if (domain, split) == ("medical", "train") else 1
+            texts = (
+                make_sentences(domain, f"{split} {n}", 30 // parts) for n in range(count * parts)
+            )
+            rows = [{"text": text} for text in texts]
             write_rows(folder / f"text_{domain}_{split}.jsonl.gz", rows)
         problems = [
-            {"question": sentences("sums", f"{split} {n}", 15), "solution": f"It is {n}. " * 40}
+            {
+                "question": make_sentences("sums", f"{split} {n}", 15),
+                "solution": f"It is {n}. " * 40,
+            }
             for n in range(count)
         ]
         name = {"train": "gsm8k_ref", "valid": "gsm8k_test"}[split]

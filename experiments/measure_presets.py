@@ -1,0 +1,91 @@
+"""How much do the presets gain on text a model has never seen, and how does the gain grow?
+
+    python experiments/measure_presets.py tiny-olmoe OUT/olmoe-80m --out docs/measurements
+
+Measures each model on medical (near) and SQL (far) text: without a memory, with the presets
+`paper` and `strong`, and with the strong memory's values shuffled as a control. Then builds
+memories of medical text from larger and larger reference sets. Writes OUT/MODEL.json, from which
+`publish.py` makes the model cards and docs/growth.svg.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from common import (
+    DOMAINS,
+    NEAR,
+    Arguments,
+    ModelUnderTest,
+    Row,
+    compare_losses,
+    device_name,
+    measuring_parser,
+    write_json,
+)
+from knn_moe.adapt.controls import shuffle_values
+
+SIZES: Final = (50, 100, 200, 400, 800, 1600, 3200)
+
+
+def main(arguments: Arguments = None) -> None:
+    """Measure every model and write one file for each."""
+    parser = measuring_parser(__doc__, sequences=800, windows=200)
+    parser.add_argument(
+        "--sizes",
+        type=int,
+        nargs="*",
+        default=SIZES,
+        help="reference sequences of the growth curve (default: 50 to 3,200)",
+    )
+    options = parser.parse_args(arguments)
+    for name in options.models:
+        subject = ModelUnderTest.load(name, options.data, options.device)
+        found: Row = {
+            "model": subject.name,
+            "sequences": options.sequences,
+            "device": device_name(options.device),
+            "table": measure_table(subject, options.sequences, options.windows),
+        }
+        path = options.out / f"{subject.name}.json"
+        write_json(path, found)  # the growth takes as long again
+        found["growth"] = measure_growth(subject, options.sizes, options.windows)
+        write_json(path, found)
+
+
+def measure_table(subject: ModelUnderTest, sequences: int, windows: int) -> list[Row]:
+    """Return one row for each domain and way to use the model."""
+    rows = []
+    for domain in DOMAINS:
+        test = subject.test_windows(domain, windows)
+        base = subject.losses(test)
+        rows.append({"domain": domain, "way": "zero-shot", **compare_losses(base)})
+        strong = subject.build(domain, "strong", sequences)
+        memories = {
+            "paper": subject.build(domain, "paper", sequences),
+            "strong": strong,
+            "control": shuffle_values(strong),
+        }
+        for way, memory in memories.items():
+            change = compare_losses(subject.losses(test, memory), base)
+            rows.append({"domain": domain, "way": way, **change})
+            print(subject.name, rows[-1], flush=True)
+    return rows
+
+
+def measure_growth(subject: ModelUnderTest, sizes: Sequence[int], windows: int) -> list[Row]:
+    """Return one row for each size of the reference set and preset, on medical text."""
+    test = subject.test_windows(NEAR, windows)
+    base = subject.losses(test)
+    rows = []
+    for size in sizes:
+        for preset in ("paper", "strong"):
+            losses = subject.losses(test, subject.build(NEAR, preset, size))
+            rows.append({"sequences": size, "way": preset, **compare_losses(losses, base)})
+            print(subject.name, rows[-1], flush=True)
+    return rows
+
+
+if __name__ == "__main__":
+    main()

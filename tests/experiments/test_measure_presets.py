@@ -1,0 +1,73 @@
+"""experiments/measure_presets.py: its table and its growth curve, on very little text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import measure_presets
+from corpus import load_validation_windows
+from expert_balance import losses_by_domain
+
+
+@pytest.fixture(scope="module")
+def measured(
+    run_script: Callable[..., dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("measurements") / "new"
+    sizes = ("--sequences", 2, "--windows", 2, "--sizes", 1, 3)
+    found = run_script(measure_presets.main, out, *sizes)
+    assert [path.name for path in out.iterdir()] == ["least.json"]
+    return found
+
+
+def test_a_measurement_says_what_was_measured(measured: dict[str, Any]) -> None:
+    assert measured.keys() == {"model", "sequences", "device", "table", "growth"}
+    assert (measured["model"], measured["sequences"], measured["device"]) == ("least", 2, "CPU")
+    assert [(row["domain"], row["way"]) for row in measured["table"]] == [
+        (domain, way)
+        for domain in ("medical", "sql")
+        for way in ("zero-shot", "paper", "strong", "control")
+    ]
+    assert [(row["sequences"], row["way"]) for row in measured["growth"]] == [
+        (1, "paper"),
+        (1, "strong"),
+        (3, "paper"),
+        (3, "strong"),
+    ]
+
+
+def test_changes_are_against_the_model_alone(measured: dict[str, Any]) -> None:
+    alone = {row["domain"]: row for row in measured["table"] if row["way"] == "zero-shot"}
+    for row in (*measured["table"], *measured["growth"]):
+        base = alone[row.get("domain", "medical")]
+        if row is base:
+            assert row.keys() == {"domain", "way", "nll", "accuracy"}
+            continue
+        for name in ("nll", "accuracy"):
+            change = row[f"{name}_change"]
+            assert change.keys() == {"difference", "low", "high", "p"}
+            assert change["difference"] == pytest.approx(row[name] - base[name], abs=2e-4)
+            assert change["low"] <= change["difference"] <= change["high"]
+
+
+def test_the_model_alone_has_the_loss_it_had(
+    measured: dict[str, Any], least_model: Any, small_tokenizer: Any, small_data: Path
+) -> None:
+    tokens = {
+        domain: part[:2]
+        for domain, part in load_validation_windows(small_tokenizer, small_data, ("sql",)).items()
+    }
+    row = next(row for row in measured["table"] if row["domain"] == "sql")
+    assert row["nll"] == pytest.approx(losses_by_domain(least_model, tokens)["sql"], abs=2e-4)
+
+
+def test_the_strong_memory_helps_and_the_control_does_not(measured: dict[str, Any]) -> None:
+    """Its text is much like the test's."""
+    for domain in ("medical", "sql"):
+        ways = {row["way"]: row["nll"] for row in measured["table"] if row["domain"] == domain}
+        assert ways["strong"] < ways["zero-shot"] - 0.05
+        assert ways["strong"] < ways["control"] - 0.05
