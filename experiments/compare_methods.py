@@ -4,10 +4,10 @@
         --runs RUNS --out docs/measurements/calibrated
 
 Runs one `knn-moe eval` of all methods for each model and task, several side by side on one device,
-then `knn-moe compare`. Writes OUT/MODEL-TASK.json: changes against zero-shot with their intervals,
-and the seconds of preparation. Evaluations that are not done after --seconds are stopped, and the
-methods that were done by then are compared. Rows of methods that are not run again stay in the
-file if they belong to the same model and text. `publish.py` makes tables of these files.
+and compares their samples. Writes OUT/MODEL-TASK.json: changes against zero-shot with their
+intervals, and the seconds of preparation. Evaluations that are not done after --seconds are
+stopped, and the methods that were done by then are compared. Rows of methods that are not run
+again stay in the file if they belong to the same model and text. `publish.py` makes tables of it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from pathlib import Path
 from typing import Final
 
 from common import Arguments, Row, add_device, device_name, make_parser, write_json
+from knn_moe.errors import KnnMoeError
+from knn_moe.evaluation.compare import compare_runs
+from knn_moe.evaluation.store import read_runs
 
 METHODS: Final = (
     "zero-shot",
@@ -74,14 +77,14 @@ class MethodEvaluation:
             )
 
     def compare(self) -> list[Row]:
-        """Return the rows of `knn-moe compare`; if there are none, print why."""
-        command = [*_KNN_MOE, "compare", str(self.folder), "--json"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
+        """Compare the methods that are done with zero-shot; if that fails, print why."""
+        try:
+            lines = compare_runs(read_runs(self.folder), "zero-shot")
+        except KnnMoeError as error:
             log = (self.folder / "log.txt").read_text(encoding="utf8")
-            print(f"{self.name}: {done.stderr.strip()} {log[-500:]}", flush=True)
+            print(f"{self.name}: {error} {log[-500:]}", flush=True)
             return []
-        rows = [row for row in json.loads(done.stdout) if row["task"] == self.task]
+        rows = [line.to_dict() for line in lines if line.task == self.task]
         return [{"model": Path(self.model).name, **row} for row in rows]
 
 
