@@ -1,4 +1,4 @@
-"""`knn-moe demo`: see the method work, on any machine, in two minutes."""
+"""`knn-moe demo`: see the method work on any machine, in two minutes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -25,11 +24,16 @@ from knn_moe.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from knn_moe.demo.result import DemoResult, Passage, Score
+    from knn_moe.demo.demo import DemoResult
     from knn_moe.demo.texts import DemoText
+    from knn_moe.evaluation.compare import Line
+    from knn_moe.evaluation.store import Run
+    from knn_moe.report.passages import Passage
+    from knn_moe.support.progress import Progress
     from knn_moe.support.statistics import Comparison
 
-_DEMO_FILES: Final = {"paper", "strong", "report.html", "result.json"}
+_RESULT: Final = "result.json"
+_DEMO_FILES: Final = {"paper", "strong", "runs", "report.html", _RESULT}
 
 
 @click.command(name="demo")
@@ -42,9 +46,9 @@ _DEMO_FILES: Final = {"paper", "strong", "report.html", "result.json"}
 @click.option(
     "--reference",
     type=click.Path(path_type=Path),
-    help="Text of your own to remember: .jsonl, .jsonl.gz, .txt or .md.",
+    help="Your own text to remember: .jsonl, .jsonl.gz, .txt or .md.",
 )
-@click.option("--test", type=click.Path(path_type=Path), help="Text of your own to be tried on.")
+@click.option("--test", type=click.Path(path_type=Path), help="Your own text to test on.")
 @click.option(
     "--tokens",
     type=click.IntRange(min=1),
@@ -57,7 +61,8 @@ _DEMO_FILES: Final = {"paper", "strong", "report.html", "result.json"}
     type=click.Path(path_type=Path),
     default=Path("demo-out"),
     show_default=True,
-    help="Folder for the memories, report.html and result.json; a demo's folder is replaced.",
+    help="Folder for the memories, the runs, report.html and result.json. An earlier demo there is "
+    "replaced.",
 )
 @device_option
 @json_option
@@ -70,73 +75,76 @@ def command(
     device: str | None,
     as_json: bool,
 ) -> None:
-    """Give a small MoE a memory of text it never saw, and measure what that is worth.
+    """Adapt a small MoE model to text it has never seen, and measure the gain.
 
     \b
     knn-moe demo
     knn-moe demo --model tiny-gpt-oss --out gpt-oss-demo
     knn-moe demo --reference mine.jsonl --test held-out.jsonl
 
-    The model has read novels, textbooks, law and code; the new text is Python's documentation,
-    which is wherever Python is. Builds the paper's memory and a stronger one, and compares both
-    with the model alone and with a control. Takes about two minutes on two cores.
+    The model was trained on novels, textbooks, law and code. The new text is Python's
+    documentation, which comes with Python. The demo builds the paper's memory and a stronger one,
+    and compares both with the model alone and with a control, the strong memory with its values
+    shuffled. It takes about two minutes on two cores.
     """
-    from knn_moe.demo.demo import Demo, DemoConfig
-    from knn_moe.report.page import write_report
+    from knn_moe.demo.demo import DemoConfig, render_demo, run_demo
+    from knn_moe.report.page import write_page
     from knn_moe.support.embedded_models import EMBEDDED_MODELS
 
-    text = _text(reference, test)
-    _require_free(out)
-    # Small models are quickest in fp32 on a CPU; a large one may fit only as it is stored.
+    text = _choose_text(reference, test)
+    _refuse_other_folders(out)
+    # Small models are fastest in fp32 on a CPU. A large one may fit only in the dtype it is stored.
     dtype = "float32" if model in EMBEDDED_MODELS else "auto"
     network, tokenizer = load_model(model, device, dtype)
     config = DemoConfig(reference_tokens=tokens)
-    with _replaced(out) as folder:
+    with _replace_folder(out) as folder:
         with progress_bar("Demo") as update:
 
-            def show(share: float, stage: str) -> None:
-                update(round(share * 1000), 1000, stage)
+            def show(progress: Progress) -> None:
+                update(progress.done, progress.total, progress.stage)
 
-            result = Demo(network, tokenizer, text, config, show).run(folder)
-        facts = json.dumps(asdict(result), indent=1, ensure_ascii=False)
-        (folder / "result.json").write_text(facts, encoding="utf8")
-        write_report(result, folder / "report.html")
+            result = run_demo(network, tokenizer, text, config, folder, show)
+        facts = json.dumps(result.to_dict(), indent=1, ensure_ascii=False)
+        (folder / _RESULT).write_text(facts, encoding="utf8")
+        write_page(render_demo(result), folder / "report.html")
     if as_json:
-        print_json(asdict(result))
+        print_json(result.to_dict())
     else:
         _print(result, out)
 
 
-def _text(reference: Path | None, test: Path | None) -> DemoText:
-    from knn_moe.demo.texts import documentation, own_text
+def _choose_text(reference: Path | None, test: Path | None) -> DemoText:
+    from knn_moe.demo.texts import documentation, read_files
 
     if reference is None and test is None:
         return documentation()
     if reference is None or test is None:
         missing = "--reference" if reference is None else "--test"
-        raise click.UsageError(f"{missing} is missing: your own text needs both files.")
-    return own_text(reference, test)
+        raise click.UsageError(f"{missing} is missing. Your own text needs both files.")
+    return read_files(reference, test)
 
 
-def _require_free(out: Path) -> None:
-    """Only an empty folder or what an earlier demo left is replaced."""
+def _refuse_other_folders(out: Path) -> None:
+    """Refuse to replace anything but an empty folder or what an earlier demo wrote."""
     from knn_moe.memory.files import CONFIG_FILE
 
     parent = next(folder for folder in out.absolute().parents if folder.exists())
     if not parent.is_dir():
-        raise click.UsageError(f"{str(parent)!r} is no folder, so {str(out)!r} cannot be made.")
+        raise click.UsageError(f"Cannot create {str(out)!r}: {str(parent)!r} is not a folder.")
     found = {file.name for file in out.iterdir()} if out.is_dir() else set()
-    ours = {"result.json"} <= found <= _DEMO_FILES and all(
+    ours = {_RESULT} <= found <= _DEMO_FILES and all(
         (out / name / CONFIG_FILE).is_file() for name in found & {"paper", "strong"}
     )
     if out.is_file() or (found and not ours):
-        raise click.UsageError(f"{str(out)!r} holds something else than a demo: choose another.")
+        raise click.UsageError(
+            f"{str(out)!r} holds something else than a demo. Choose another --out."
+        )
 
 
 @contextmanager
-def _replaced(out: Path) -> Iterator[Path]:
-    """A new folder that takes the place of `out` when all has gone well."""
-    target = out.resolve()  # through a link: it stays, and what it points to is replaced
+def _replace_folder(out: Path) -> Iterator[Path]:
+    """Yield a new folder, which replaces `out` unless there is an exception."""
+    target = out.resolve()  # a link stays, and what it points to is replaced
     partial = target.with_name(f".{target.name}.new")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -150,28 +158,30 @@ def _replaced(out: Path) -> Iterator[Path]:
 
 
 def _print(result: DemoResult, out: Path) -> None:
-    columns = ("", "perplexity", "nats/token", "next token", "choice of 4", "mean λ", "rerouted")
+    columns = ("", "perplexity", "nats/token", "next token", "mean λ", "rerouted")
     click.echo(f"model   {result.model}")
-    click.echo(f"memory  {result.reference_tokens:,} tokens of {result.reference}")
-    click.echo(f"test    {result.test_tokens:,} tokens of {result.test}, {result.choices} choices")
-    print_table(None, columns, [_row(score) for score in result.scores])
-    click.echo("* p < 0.05 against zero-shot, paired bootstrap over windows and choices\n")
-    console = Console(highlight=False)
-    for passage in result.passages[:2]:
-        console.print(_shown(passage))
-    click.echo(f"Read them token by token: {out / 'report.html'}")
+    click.echo(f"memory  {result.reference_tokens:,} tokens of {result.text.reference_name}")
+    click.echo(f"test    {result.test_tokens:,} tokens of {result.text.test_name}")
+    rows = [_row(run, line) for run, line in zip(result.runs, result.lines, strict=True)]
+    print_table(None, columns, rows)
+    click.echo("* p < 0.05 against zero-shot, paired bootstrap over windows of the text")
+    click.echo("knn-shuffled is a control: the strong memory with its values shuffled\n")
+    Console(highlight=False).print(_show_passage(result.passages[0]))
+    click.echo(f"The whole report, token by token: {out / 'report.html'}")
     click.echo(f"The memories: {out / 'paper'}, {out / 'strong'}")
 
 
-def _row(score: Score) -> tuple[str, ...]:
+def _row(run: Run, line: Line) -> tuple[str, ...]:
+    from knn_moe.demo.demo import perplexity
+
+    routing = run.facts.get("routing", {})
     return (
-        score.way,
-        f"{score.perplexity:.2f}",
-        f"{score.nll:.3f}{_change(score.nll_change, '.3f', 1)}",
-        f"{score.accuracy:.1%}{_change(score.accuracy_change, '.1f', 100)}",
-        f"{score.choice:.1%}{_change(score.choice_change, '.1f', 100)}",
-        _mean(score.confidence, ".2f"),
-        _mean(score.rerouted, ".0%"),
+        line.method,
+        f"{perplexity(line):.2f}",
+        f"{line.nll:.3f}{_change(line.nll_change, '.3f', 1)}",
+        f"{line.score.mean:.1%}{_change(line.change, '.1f', 100)}",
+        _mean(routing.get("mean_confidence", {}), ".2f"),
+        _mean(routing.get("rerouted", {}), ".0%"),
     )
 
 
@@ -182,35 +192,28 @@ def _change(change: Comparison | None, form: str, scale: float) -> str:
     return f" ({change.difference * scale:+{form}}){star}"
 
 
-def _mean(values: tuple[float, ...], form: str) -> str:
-    return format(sum(values) / len(values), form) if values else "-"
+def _mean(layers: dict[str, float | None], form: str) -> str:
+    known = [value for value in layers.values() if value is not None]
+    return format(sum(known) / len(known), form) if known else "-"
 
 
-def _shown(passage: Passage) -> Text:
-    """The passage, the tokens that became twice as likely in bold, and those that gained most."""
-    shown = Text(f"{passage.title}: {passage.gain:+.1f} nats in {len(passage.tokens)} tokens\n")
-    shown.stylize("bold")
-    for token in passage.tokens:
-        likelier = (token.nll_before or 0.0) - (token.nll_after or 0.0) > math.log(2)
-        shown.append(token.text, "bold green" if likelier else "not bold")
+def _show_passage(passage: Passage) -> Text:
+    """Return the passage with tokens that became twice as likely in bold, and the largest rises."""
+    texts = [token.text for token in passage.tokens]
+    shown = Text(f"{passage.title}: {passage.gain:+.1f} nats in {len(texts)} tokens\n", "bold")
+    shown.append(texts[0], "not bold")
+    for text, (before, after) in zip(texts[1:], passage.losses, strict=True):
+        shown.append(text, "bold green" if before - after > math.log(2) else "not bold")
     shown.append("\n\n")
-    for place in sorted(_most_gained(passage, 4)):
-        before, token = passage.tokens[max(place - 6, 0) : place], passage.tokens[place]
-        one, two = math.exp(-(token.nll_before or 0.0)), math.exp(-(token.nll_after or 0.0))
-        shown.append(f"{one:7.1%} → {two:5.1%}   …", "not bold")
-        shown.append(_one_line("".join(part.text for part in before)), "dim not bold")
-        shown.append(f"[{_one_line(token.text)}]\n", "bold green")
+    chances = [(math.exp(-before), math.exp(-after)) for before, after in passage.losses]
+    rises = sorted(range(len(chances)), key=lambda place: chances[place][0] - chances[place][1])
+    for place in sorted(rises[:6]):
+        before, after = chances[place]
+        shown.append(f"{before:7.1%} → {after:5.1%}   …", "not bold")
+        context = "".join(texts[max(place - 5, 0) : place + 1])
+        shown.append(_one_line(context), "dim not bold")
+        shown.append(f"[{_one_line(texts[place + 1])}]\n", "bold green")
     return shown
-
-
-def _most_gained(passage: Passage, count: int) -> list[int]:
-    """The places of the tokens whose probability rose most."""
-
-    def rise(place: int) -> float:
-        token = passage.tokens[place]
-        return math.exp(-(token.nll_after or 0.0)) - math.exp(-(token.nll_before or 0.0))
-
-    return sorted(range(len(passage.tokens)), key=rise, reverse=True)[:count]
 
 
 def _one_line(text: str) -> str:

@@ -1,1 +1,1 @@
-"""The main job from end to end on an embedded model: build, attach, measure, show."""
+"""Show the method from end to end on an embedded model: build, evaluate, explain."""

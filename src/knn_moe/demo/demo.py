@@ -1,136 +1,198 @@
-"""The demo from end to end: build two memories, measure them and a control, look closely.
+"""Run the demo: build two memories, evaluate them beside the model alone and a control.
 
-Knows the order of the work and how far along it is; each step is another room's.
+Knows the order of the work. Each step belongs to another package.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from knn_moe.adapt.controls import shuffle_values
-from knn_moe.build.build import build_memory
+from knn_moe.build.build import BuildProgress, build_memory
 from knn_moe.config import BuildConfig
-from knn_moe.demo.measure import expert_use, measure_alone, measure_with, score, terciles
 from knn_moe.demo.passages import pick_passages
-from knn_moe.demo.result import DemoResult, MemoryFacts
-from knn_moe.demo.texts import DemoText, make_test_set, sample_reference
-from knn_moe.memory.memory import RoutingMemory
-from knn_moe.reference.examples import Example
-from knn_moe.routers.find import find_routers
-from knn_moe.routers.fingerprint import identify
+from knn_moe.demo.texts import TASK, DemoText, make_task, sample_reference
+from knn_moe.evaluation.compare import Line, compare_runs
+from knn_moe.evaluation.evaluate import EvalConfig, ask, evaluate
+from knn_moe.evaluation.store import Run
+from knn_moe.methods import KnnMoe, Prepared, ZeroShot
+from knn_moe.report.passages import Passage
+from knn_moe.report.runs import Introduction, render_runs
+from knn_moe.report.words import format_p, format_perplexity
+from knn_moe.support.progress import OnProgress, Progress, ignore_progress
 
-OnProgress = Callable[[float, str], None]  # the share of all work done; what is being done
-
-PAPER: Final = "kNN-MoE (paper)"
-STRONG: Final = "kNN-MoE (strong)"
-CONTROL: Final = "control: values shuffled"
-
-# Roughly how long each stage takes on two cores, in the order they run.
-_STAGES: Final = {
-    "building the paper memory": 6.0,
-    "building the strong memory": 42.0,
-    "measuring zero-shot": 3.0,
-    "measuring the paper memory": 14.0,
-    "measuring the strong memory": 16.0,
-    "measuring the control": 16.0,
-    "tracing passages": 2.0,
-}
+ALONE: Final = ZeroShot.name
+PAPER: Final = "knn-paper"
+STRONG: Final = "knn-strong"
+CONTROL: Final = "knn-shuffled"
+RUNS: Final = "runs"  # the folder of runs
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
-    """How much text is read; the defaults take about two minutes on two cores."""
+    """How much text is read. The defaults take about two minutes on two cores."""
 
-    length: int = 256  # tokens in a window
     reference_tokens: int = 20_000
-    windows: int = 48
-    choices: int = 100
+    windows: int = 48  # of test text
+    length: int = 256  # tokens in a window
 
 
-@dataclass
-class Demo:
-    """One run: a model, the text it is tried on, and someone who watches."""
+@dataclass(frozen=True)
+class DemoResult:
+    """The demo's runs, the comparison of each with the model alone, and passages of the text."""
 
-    model: Any
-    tokenizer: Any
     text: DemoText
-    config: DemoConfig
-    on_progress: OnProgress
+    reference_tokens: int
+    runs: tuple[Run, ...]
+    lines: tuple[Line, ...]
+    passages: tuple[Passage, ...]
 
-    def run(self, folder: Path) -> DemoResult:
-        """Build memories into `folder`, as `paper` and `strong`, and measure them."""
-        config, text = self.config, self.text
-        test = make_test_set(
-            text.test, self.tokenizer, config.length, config.windows, config.choices
-        )
-        reference = sample_reference(text.reference, self.tokenizer, config.reference_tokens)
-        paper, paper_facts = self._build(reference, PAPER, folder / "paper")
-        strong, strong_facts = self._build(reference, STRONG, folder / "strong")
-        model, control = self.model, shuffle_values(strong)
-        alone = measure_alone(model, test, self._watch("measuring zero-shot"))
-        routed = [
-            measure_with(model, memory, test, way, self._watch(stage))
-            for memory, way, stage in (
-                (paper, PAPER, "measuring the paper memory"),
-                (strong, STRONG, "measuring the strong memory"),
-                (control, CONTROL, "measuring the control"),
-            )
-        ]
-        watch = self._watch("tracing passages")
-        passages = pick_passages(model, self.tokenizer, strong, test, (alone, routed[1]))
-        watch(1.0)
-        routers = find_routers(model)
-        return DemoResult(
-            model=identify(model, routers).name,
-            reference=text.reference_name,
-            reference_tokens=len(strong.provenance.stream),
-            test=text.test_name,
-            layers=tuple(strong.layers),
-            top_k=routers[0].top_k,
-            test_tokens=test.windows.numel(),
-            test_windows=len(test.windows),
-            choices=len(test.contexts),
-            memories=(paper_facts, strong_facts),
-            scores=tuple(score(way, alone, control=way.way == CONTROL) for way in (alone, *routed)),
-            experts=expert_use(alone, routed[1]),
-            terciles=terciles([alone, *routed], alone),
-            passages=passages,
-        )
+    @property
+    def model(self) -> str:
+        return str(self.runs[0].facts["model"]["name"])
 
-    def _build(
-        self, reference: list[Example], way: str, folder: Path
-    ) -> tuple[RoutingMemory, MemoryFacts]:
-        """A memory by the preset that its folder is named after."""
-        preset = folder.name
-        settings = BuildConfig(preset=preset, max_length=self.config.length, batch_tokens=2048)
-        watch, started = self._watch(f"building the {preset} memory"), time.monotonic()
-        memory = build_memory(
-            self.model,
-            self.tokenizer,
+    @property
+    def test_tokens(self) -> int:
+        return len(self.runs[0].samples) * int(self.runs[0].facts["settings"]["length"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result as JSON takes it, without the texts of recalled cases."""
+        return {
+            "model": self.model,
+            "reference": self.text.reference_name,
+            "reference_tokens": self.reference_tokens,
+            "test": self.text.test_name,
+            "test_tokens": self.test_tokens,
+            "results": [
+                {
+                    **line.to_dict(),
+                    "perplexity": perplexity(line),
+                    "routing": run.facts.get("routing"),
+                }
+                for run, line in zip(self.runs, self.lines, strict=True)
+            ],
+            "passages": [
+                {
+                    "title": passage.title,
+                    "tokens": [token.text for token in passage.tokens],
+                    "losses": passage.losses,
+                }
+                for passage in self.passages
+            ],
+        }
+
+
+def perplexity(line: Line) -> float:
+    """Return e to the mean loss per token; infinity where that is too large a number."""
+    return math.exp(line.nll) if line.nll is not None and line.nll < 700 else math.inf
+
+
+def run_demo(
+    model: Any,
+    tokenizer: Any,
+    text: DemoText,
+    config: DemoConfig,
+    folder: Path,
+    on_progress: OnProgress = ignore_progress,
+) -> DemoResult:
+    """Build memories of the reference set and evaluate them on the test set.
+
+    Args:
+        folder: Where the memories (`paper`, `strong`) and the runs (`runs`) are written.
+    """
+    data = make_task(text, tokenizer)
+    evaluation = EvalConfig(batch_size=8, limit=config.windows, length=config.length)
+    windows = ask(tokenizer, data, evaluation).questions  # refuses a text that is too short
+    reference = sample_reference(text.reference, tokenizer, config.reference_tokens)
+
+    memories, seconds = {}, {}
+    for preset in ("paper", "strong"):
+        stage = f"building the {preset} memory"
+        started = time.perf_counter()
+        memories[preset] = build_memory(
+            model,
+            tokenizer,
             reference,
-            settings,
-            folder=folder,
-            on_progress=lambda step: watch(step.tokens / step.total_tokens),
+            BuildConfig(preset=preset, max_length=config.length, batch_tokens=2048),
+            folder=folder / preset,
+            on_progress=partial(_report_build, on_progress, stage),
         )
-        routing = settings.routing()
-        words = (
-            f"S = {settings.steps}, η = {settings.learning_rate:g}, {settings.gradient} gradient, "
-            f"K = {routing.k}, γ × {routing.gamma_scale:g}"
+        seconds[preset] = time.perf_counter() - started
+    methods = (
+        Prepared(ZeroShot(), 0.0, {}),
+        Prepared(KnnMoe(memories["paper"], name=PAPER), seconds["paper"], {}),
+        Prepared(KnnMoe(memories["strong"], name=STRONG), seconds["strong"], {}),
+        Prepared(KnnMoe(shuffle_values(memories["strong"]), name=CONTROL), seconds["strong"], {}),
+    )
+    runs = []
+    for prepared in methods:
+        name = prepared.method.name
+        runs.append(
+            evaluate(
+                model,
+                tokenizer,
+                data,
+                prepared,
+                evaluation,
+                folder=folder / RUNS / TASK / name,
+                on_progress=partial(_report_windows, on_progress, f"evaluating {name}"),
+            )
         )
-        seconds = time.monotonic() - started
-        return memory, MemoryFacts(way, words, preset, len(memory), memory.nbytes, seconds)
+    lines = compare_runs(runs, ALONE)
+    on_progress(Progress("explaining passages", 0, 1))
+    passages = pick_passages(model, tokenizer, memories["strong"], windows, (runs[0], runs[2]))
+    on_progress(Progress("explaining passages", 1, 1))
+    tokens = len(memories["strong"].provenance.stream)
+    return DemoResult(text, tokens, tuple(runs), tuple(lines), passages)
 
-    def _watch(self, stage: str) -> Callable[[float], None]:
-        """Tells how far the whole demo is from how far one stage is."""
-        names, total = list(_STAGES), sum(_STAGES.values())
-        before = sum(_STAGES[name] for name in names[: names.index(stage)])
 
-        def report(share: float) -> None:
-            self.on_progress((before + share * _STAGES[stage]) / total, stage)
+def _report_build(on_progress: OnProgress, stage: str, build: BuildProgress) -> None:
+    on_progress(Progress(stage, build.tokens, build.total_tokens))
 
-        report(0.0)
-        return report
+
+def _report_windows(on_progress: OnProgress, stage: str, done: int, total: int) -> None:
+    on_progress(Progress(stage, done, total))
+
+
+def render_demo(result: DemoResult) -> str:
+    """Return the demo's report: the page of its runs, with a story and passages."""
+    alone, _, strong, control = result.lines
+    first, memory = result.runs[0].facts, result.runs[2].facts["method_facts"]
+    headline = (
+        f"With the strong memory, perplexity {_describe_move(alone, strong)}. With a control, the "
+        f"same memory with its values shuffled, it {_describe_move(alone, control)}."
+    )
+    story = (
+        f"The model is {result.model}. Both memories were built from {result.reference_tokens:,} "
+        f"tokens of {result.text.reference_name}, and tested on {result.test_tokens:,} tokens of "
+        f"{result.text.test_name}, in windows of {first['settings']['length']}. No weight was "
+        f"changed: in each of {len(memory['gamma'])} layers the router recalls the nearest cases "
+        f"of the memory and moves its choice of experts towards the one that would have served "
+        f"them better."
+    )
+    methods = (
+        f"{ALONE} is the model alone. {PAPER} is the paper's method with the paper's settings. "
+        f"{STRONG} takes more and larger steps and recalls more cases. {CONTROL} is the control: "
+        f"it should not help."
+    )
+    limits = (
+        "The model is small and the texts are short: this page checks that the method works here, "
+        "and does not measure what it gains on a large model. The strong settings were chosen on "
+        "the embedded models, with Python's documentation among the texts."
+    )
+    title = "What a routing memory does for a frozen model"
+    introduction = Introduction(title, (headline, story, methods, limits), result.passages)
+    return render_runs(result.runs, ALONE, introduction=introduction)
+
+
+def _describe_move(alone: Line, line: Line) -> str:
+    change = line.nll_change
+    levels = f"from {format_perplexity(alone.nll)} to {format_perplexity(line.nll)}"
+    if change is None or not change.significant:
+        return f"goes {levels}, which may be chance"
+    return f"{'falls' if change.difference < 0 else 'rises'} {levels} ({format_p(change.p)})"

@@ -1,6 +1,6 @@
-"""The demo's text: Python's own documentation, or files of one's own; windows and choices of it.
+"""Choose the demo's text, Python's own documentation or the user's files, and make a task of it.
 
-Knows examples and tokens; nothing of models.
+Knows examples, tokenizers and tasks; nothing of models.
 """
 
 from __future__ import annotations
@@ -8,25 +8,22 @@ from __future__ import annotations
 import pydoc_data.topics
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import torch
-from torch import Tensor
-
 from knn_moe.errors import ReferenceSetError
 from knn_moe.reference.examples import Example, load_examples, tokenise
+from knn_moe.tasks import Task, TaskData, Text
+from knn_moe.tasks.task import Row
 
-CHOICES: Final = 4
-_CONTEXT: Final = 48  # tokens before a choice
-_CONTINUATION: Final = 12  # tokens of each thing to choose from
-_PIECE: Final = 1500  # characters of a reference text read together
+TASK: Final = "demo"
+_PIECE: Final = 1500  # characters of a reference text that are read together
 
 
 @dataclass(frozen=True)
 class DemoText:
-    """What the memory is made from, what it is tried on, and both in words."""
+    """The reference set, the test set, and a description of each."""
 
     reference: list[Example]
     test: list[Example]
@@ -34,56 +31,49 @@ class DemoText:
     test_name: str
 
 
-@dataclass(frozen=True)
-class TestSet:
-    """Token ids to be tried on. Shapes: windows [W, L]; contexts [C, c]; continuations
-    [C, 4, n], the true one at `answers` [C]."""
-
-    __test__ = False  # pytest: this is no test case
-
-    windows: Tensor
-    contexts: Tensor
-    continuations: Tensor
-    answers: Tensor = field(repr=False)
-
-
 def documentation(seed: int = 0) -> DemoText:
-    """Python's help topics, each wholly in the reference or wholly in the test."""
+    """Split Python's help topics at random into a reference set and a test set."""
     topics = [Example.of(text) for _, text in sorted(pydoc_data.topics.topics.items())]
     random.Random(seed).shuffle(topics)
     half = len(topics) // 2
     test = topics[half:]
-    reference = apart(topics[:half], test)
+    reference = remove_overlap(topics[:half], test)
     return DemoText(
-        reference=reference,
-        test=test,
+        reference,
+        test,
         reference_name=f"{len(reference)} topics of Python's documentation",
         test_name=f"{len(test)} other topics of Python's documentation",
     )
 
 
-def own_text(reference: Path, test: Path) -> DemoText:
-    examples = load_examples(test)
-    remembered = apart(load_examples(reference), examples)
-    if not remembered:
-        raise ReferenceSetError(
-            f"All of {str(reference)!r} is in {str(test)!r} too: what is tried must not be what is "
-            f"remembered."
-        )
-    return DemoText(remembered, examples, repr(reference.name), repr(test.name))
+def read_files(reference: Path, test: Path) -> DemoText:
+    """Read the user's own reference set and test set.
 
-
-def apart(reference: Sequence[Example], test: Sequence[Example]) -> list[Example]:
-    """The reference less what the test has too: whole examples, and paragraphs of plain texts.
-
-    Without this a memory would be praised for knowing the test by heart. Topics of Python's
-    documentation share paragraphs, and two are the same text.
+    Raises:
+        ReferenceSetError: A file cannot be read, or the test set holds all of the reference set.
     """
-    known = {_words(paragraph) for example in test for paragraph in _paragraphs(example)}
+    examples = load_examples(test)
+    kept = remove_overlap(load_examples(reference), examples)
+    if not kept:
+        raise ReferenceSetError(
+            f"Everything in {str(reference)!r} is in {str(test)!r} as well. "
+            f"The test text must differ from the reference text."
+        )
+    return DemoText(kept, examples, repr(reference.name), repr(test.name))
+
+
+def remove_overlap(reference: Sequence[Example], test: Sequence[Example]) -> list[Example]:
+    """Return the reference set without the examples and paragraphs that the test set has too.
+
+    A memory would otherwise score well for knowing the test by heart: topics of Python's
+    documentation share paragraphs, and two of them are the same text. Plain texts are compared
+    paragraph by paragraph, other examples as a whole.
+    """
+    known = {_normalise(paragraph) for example in test for paragraph in _paragraphs(example)}
     kept = []
     for example in reference:
         if _is_plain(example):
-            left = [part for part in _paragraphs(example) if _words(part) not in known]
+            left = [part for part in _paragraphs(example) if _normalise(part) not in known]
             if any(part.strip() for part in left):
                 kept.append(Example(completion="\n\n".join(left)))
         elif example not in test:
@@ -99,16 +89,17 @@ def _paragraphs(example: Example) -> list[str]:
     return example.completion.split("\n\n") if _is_plain(example) else []
 
 
-def _words(paragraph: str) -> str:
+def _normalise(paragraph: str) -> str:
     return " ".join(paragraph.split())
 
 
 def sample_reference(examples: Sequence[Example], tokenizer: Any, tokens: int) -> list[Example]:
-    """Pieces of all examples in turn, until they hold about `tokens` together.
+    """Return pieces of all examples in turn until they hold about `tokens` tokens together.
 
-    A piece of each before a second of any: a few long texts should not fill the memory.
+    One piece of every example comes before the second piece of any: a few long texts should not
+    fill the memory.
     """
-    pieces = [_pieces(example) for example in examples]
+    pieces = [_split(example) for example in examples]
     chosen: list[Example] = []
     held = 0
     for turn in range(max(map(len, pieces), default=0)):
@@ -119,8 +110,8 @@ def sample_reference(examples: Sequence[Example], tokenizer: Any, tokens: int) -
     return chosen
 
 
-def _pieces(example: Example) -> list[Example]:
-    """A plain text in paragraphs put together to some size; anything else whole."""
+def _split(example: Example) -> list[Example]:
+    """Split a plain text between paragraphs into pieces; leave any other example whole."""
     if not _is_plain(example):
         return [example]
     pieces = [""]
@@ -134,39 +125,14 @@ def _pieces(example: Example) -> list[Example]:
     return [Example(completion=piece) for piece in pieces]
 
 
-def make_test_set(
-    examples: Sequence[Example], tokenizer: Any, length: int, windows: int, choices: int
-) -> TestSet:
-    """Windows to predict, and continuations to choose from, spread evenly over the text."""
-    stream = _stream(examples, tokenizer)
-    needed = max(2 * length, CHOICES * (_CONTEXT + _CONTINUATION))
-    if len(stream) < needed:
-        raise ReferenceSetError(
-            f"The test text has {len(stream):,} tokens; the demo needs at least {needed:,}."
-        )
-    spans = _cut(stream, _CONTEXT + _CONTINUATION, choices)
-    contexts, endings = spans[:, :_CONTEXT], spans[:, _CONTEXT:]
-    draw = torch.Generator().manual_seed(0)
-    answers = torch.randint(CHOICES, (len(spans),), generator=draw)
-    continuations = torch.empty(len(spans), CHOICES, _CONTINUATION, dtype=torch.int64)
-    for item, answer in enumerate(answers.tolist()):
-        others = torch.randperm(len(spans) - 1, generator=draw)[: CHOICES - 1]
-        others += others >= item  # any but its own
-        continuations[item, torch.arange(CHOICES) != answer] = endings[others]
-        continuations[item, answer] = endings[item]
-    return TestSet(_cut(stream, length, windows), contexts, continuations, answers)
+def make_task(text: DemoText, tokenizer: Any) -> TaskData:
+    """Make a task of the test set: predict every token of windows of it."""
+    task = Task(name=TASK, title=text.test_name, kind=Text(), files=TASK)
+    rows: list[Row] = [{"text": _as_text(example, tokenizer)} for example in text.test]
+    return TaskData(task, rows, [], text.test_name)
 
 
-def _stream(examples: Sequence[Example], tokenizer: Any) -> Tensor:
-    """All tokens, examples apart from each other by the end-of-text token if there is one."""
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    ids = [token for example in examples for token in [*tokenise(example, tokenizer).ids, *end]]
-    return torch.tensor(ids)
-
-
-def _cut(stream: Tensor, length: int, count: int) -> Tensor:
-    """At most `count` windows, spread evenly. Shape [count, length]."""
-    whole = stream[: len(stream) // length * length].view(-1, length)
-    if len(whole) <= count:
-        return whole
-    return whole[torch.linspace(0, len(whole) - 1, count).round().long()]
+def _as_text(example: Example, tokenizer: Any) -> str:
+    if example.messages is None:
+        return example.prompt + example.completion
+    return str(tokenizer.decode(tokenise(example, tokenizer).ids))

@@ -125,16 +125,20 @@ def evaluate(
     began = time.perf_counter()
     try:
         # What cannot be put on the model is told before anything is written.
-        with method.apply_to(model), router_load(model) if config.load else nullcontext() as load:
+        watch = router_load(model) if config.load else nullcontext()
+        with method.apply_to(model) as attached, watch as load:
             done = place.begin(facts, resume=resume, overwrite=overwrite)
             started = time.perf_counter()
             plain = answer_of(model, tokenizer, data, config)
             answer = method.make_answer(model, plain, asked.batched())
             _put(asked, answer, place, {sample.batch for sample in done}, on_progress)
+            seen = method.observe(attached)
     finally:
         model.train(was_training)
-    # Of a run that went on, part of the load was not seen.
-    more = {} if load is None or done else {"load_balancing_loss": load.loss()}
+    # The first part of a resumed run was not observed.
+    more = {} if done else dict(seen)
+    if load is not None and not done:
+        more["load_balancing_loss"] = load.loss()
     more["attach_seconds"] = round(started - began, 2)
     if given is not None:
         more["preparation_seconds"] = round(given.seconds, 2)

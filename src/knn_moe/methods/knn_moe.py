@@ -15,7 +15,7 @@ from torch import nn
 from knn_moe.build.build import BuildProgress, build_memory, reference_tokens
 from knn_moe.config import RoutingConfig
 from knn_moe.index import IndexConfig
-from knn_moe.inference.attach import attach, check_belongs
+from knn_moe.inference.attach import Routing, attach, check_belongs
 from knn_moe.memory.files import CONFIG_FILE
 from knn_moe.memory.memory import RoutingMemory
 from knn_moe.methods.method import Method
@@ -44,6 +44,16 @@ class KnnMoe(Method):
 
     def apply_to(self, model: nn.Module) -> AbstractContextManager[Any]:
         return attach(model, self.memory, self.config)
+
+    def observe(self, attached: Routing) -> Mapping[str, Any]:
+        """Return per layer the mean λ and the share of tokens whose experts changed."""
+        stats = attached.stats()
+        return {
+            "routing": {
+                "mean_confidence": {str(layer): x.mean_confidence for layer, x in stats.items()},
+                "rerouted": {str(layer): x.changed for layer, x in stats.items()},
+            }
+        }
 
 
 def prepare_knn(context: TaskContext) -> KnnMoe:

@@ -29,6 +29,10 @@ class Method:
         """Return a context manager that changes `model` until it is left."""
         return nullcontext()
 
+    def observe(self, attached: Any) -> Mapping[str, Any]:
+        """Return what the context of `apply_to`, entered as `attached`, counted, as JSON takes it."""
+        return {}
+
     def reword(self, questions: Sequence[Question]) -> list[Question]:
         """Return the same questions, possibly with other prompts; ids and hashes stay."""
         return list(questions)

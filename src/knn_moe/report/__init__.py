@@ -1,1 +1,1 @@
-"""A demo's result as one self-contained web page: numbers said in words, charts, passages."""
+"""Web pages of evaluated runs and of explanations, each one file that needs no network."""

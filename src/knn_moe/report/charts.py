@@ -1,7 +1,7 @@
-"""Charts as inline SVG: numbers in, a string out.
+"""Draw bar charts as inline SVG: numbers in, a string out.
 
-Knows geometry and class names; colours are the style sheet's, so one chart serves light, dark
-and print.
+Knows geometry and class names. Colours belong to the style sheet, so that one chart serves light,
+dark and print.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _LETTER: Final = 6.2  # the width of a letter on an axis
 _DIGIT: Final = 5.4  # the width of a digit over a bar
 _NARROWEST_BAR: Final = 4.0
 _WIDEST_BAR: Final = 44.0
-_LEAST: Final = {"bars": 0.64, "map": 0.8}  # of its size, on a narrow screen
+_LEAST: Final = 0.64  # of its size, on a narrow screen
 
 
 @dataclass(frozen=True)
-class Series:
-    """One way's bars, one per category; `style` picks its look in the style sheet."""
+class Bars:
+    """The bars of one method, one per category; `style` picks their look in the style sheet."""
 
     name: str
     style: int
@@ -37,7 +37,7 @@ class Series:
     intervals: tuple[tuple[float, float], ...] = ()  # low and high of each value, or none at all
 
     def reach(self, category: int) -> tuple[float, float]:
-        """From where to where a value's whisker goes; the value itself where it has none."""
+        """Return the ends of a value's whisker; the value itself, twice, where it has none."""
         value = self.values[category]
         low, high = self.intervals[category] if self.intervals else (value, value)
         return (low, high) if math.isfinite(low) and math.isfinite(high) else (value, value)
@@ -50,7 +50,7 @@ class _Plot:
     width: float
     ticks: list[float]
     groups: int
-    series: int
+    methods: int
 
     @property
     def group(self) -> float:
@@ -58,10 +58,10 @@ class _Plot:
 
     @property
     def bar(self) -> float:
-        return min(self.group * 0.84 / max(self.series, 1), _WIDEST_BAR)
+        return min(self.group * 0.84 / max(self.methods, 1), _WIDEST_BAR)
 
-    def left(self, group: int, series: int) -> float:
-        return _LEFT + self.group * (group + 0.5) + self.bar * (series - self.series / 2)
+    def left(self, group: int, method: int) -> float:
+        return _LEFT + self.group * (group + 0.5) + self.bar * (method - self.methods / 2)
 
     def y(self, value: float) -> float:
         low, high = self.ticks[0], self.ticks[-1]
@@ -72,36 +72,39 @@ class _Plot:
 def grouped_bars(
     label: str,
     categories: Sequence[str],
-    series: Sequence[Series],
+    bars: Sequence[Bars],
     unit: Unit,
-    width: float = 500.0,  # at least
+    width: float = 500.0,
 ) -> str:
-    """Bars from zero, up or down, a group per category; a value that is not finite has no bar."""
+    """Draw a group of bars for each category, from zero up or down.
+
+    A value that is not finite has no bar. `width` is the least the chart takes.
+    """
     values = [
         end
-        for one in series
+        for one in bars
         for category, value in enumerate(one.values)
         if math.isfinite(value)
         for end in (value, *one.reach(category))
     ]
-    bars = len(categories) * len(series)
-    width = max(width, _LEFT + _RIGHT + bars * _NARROWEST_BAR / 0.84)
-    plot = _Plot(width, ticks(values), len(categories), len(series))
+    count = len(categories) * len(bars)
+    width = max(width, _LEFT + _RIGHT + count * _NARROWEST_BAR / 0.84)
+    plot = _Plot(width, ticks(values), len(categories), len(bars))
     parts = [*_axis(plot, unit), *_names(plot, categories)]
-    for number, one in enumerate(series):
+    for number, one in enumerate(bars):
         for group, (category, value) in enumerate(zip(categories, one.values, strict=True)):
             if math.isfinite(value):
                 x, reach = plot.left(group, number), one.reach(group)
-                what = f"{category}, {one.name}: {unit.say(value, unit.digits + 1)}"
+                what = f"{category}, {one.name}: {unit.format(value, unit.digits + 1)}"
                 parts += _bar(plot, x, value, one.style, what)
                 parts += _whisker(plot, x, reach)
                 parts += _value(plot, x, value, reach, unit)
     parts.append(_line("zero", plot, plot.y(0.0)))
-    return _svg("bars", label, (width, _HEIGHT), parts)
+    return _svg(label, width, parts)
 
 
 def ticks(values: Sequence[float]) -> list[float]:
-    """Round numbers that hold zero and every value, about five of them."""
+    """Return about five round numbers in order, which span zero and every value."""
     low, high = min(0.0, *values, 0.0), max(0.0, *values, 0.0)
     if low == high:
         return [0.0, 1.0]
@@ -112,64 +115,11 @@ def ticks(values: Sequence[float]) -> list[float]:
     return [number * step for number in range(first, last + 1)]
 
 
-def heat_map(
-    label: str,
-    rows: Sequence[Sequence[float]],
-    layers: Sequence[int],
-    limit: float,
-    unit: Unit,
-) -> str:
-    """A cell per layer and expert; the fuller the colour, the closer to `limit`.
-
-    A signed unit makes it diverging: cells above zero, below zero, and a sign on the strong ones.
-    """
-    experts = max((len(row) for row in rows), default=0)
-    cell = min(max(736.0 / max(experts, 1), 7.5), 17.0)
-    left, top = 36.0, 18.0
-    width, height = left + experts * cell + 2, top + len(rows) * cell + 32
-    back = f'width="{experts * cell:.2f}" height="{len(rows) * cell:.2f}"'
-    parts = [
-        f'<rect class="back" x="{left}" y="{top}" {back}/>',
-        _text("axis", left - 6, 10, "layer", "end"),
-    ]
-    for row, (layer, values) in enumerate(zip(layers, rows, strict=True)):
-        y = top + row * cell
-        if row % math.ceil(14 / cell) == 0:
-            parts.append(_text("axis", left - 6, y + cell / 2 + 4, str(layer), "end"))
-        for expert, value in enumerate(values):
-            what = f"layer {layer}, expert {expert}: {unit.say(value)}"
-            parts.append(_cell(left + expert * cell, y, cell, _strength(value, limit), what))
-            if unit.signed and cell > 14 and abs(_strength(value, limit)) >= 0.25:
-                sign = "+" if value > 0 else "−"
-                parts.append(_text("sign", left + (expert + 0.5) * cell, y + cell / 2 + 4, sign))
-    every = 4 if cell > 14 else 8
-    for expert in range(0, experts, every):
-        parts.append(_text("axis", left + (expert + 0.5) * cell, height - 19, str(expert)))
-    parts.append(_text("axis", left + experts * cell / 2, height - 4, "expert"))
-    return _svg("map", label, (width, height), parts)
-
-
-def _strength(value: float, limit: float) -> float:
-    """The value as a share of the limit, from -1 to 1; 0 where it cannot be said."""
-    if not math.isfinite(value) or limit <= 0:
-        return 0.0
-    return max(-1.0, min(1.0, value / limit))
-
-
-def _cell(x: float, y: float, size: float, strength: float, what: str) -> str:
-    side = "down" if strength < 0 else "up"
-    return (
-        f'<rect class="cell {side}" x="{x:.2f}" y="{y:.2f}" width="{size:.2f}" '
-        f'height="{size:.2f}" fill-opacity="{abs(strength):.3f}">'
-        f"<title>{escape(what)}</title></rect>"
-    )
-
-
 def _bar(plot: _Plot, x: float, value: float, style: int, what: str) -> Iterator[str]:
     top, bottom = sorted((plot.y(value), plot.y(0.0)))
     gap = min(2.0, plot.bar / 4)
     yield (
-        f'<rect class="bar way-{style}" x="{x + gap / 2:.2f}" y="{top:.2f}" '
+        f'<rect class="bar method-{style % 8}" x="{x + gap / 2:.2f}" y="{top:.2f}" '
         f'width="{plot.bar - gap:.2f}" height="{bottom - top:.2f}">'
         f"<title>{escape(what)}</title></rect>"
     )
@@ -190,7 +140,7 @@ def _value(
     plot: _Plot, x: float, value: float, reach: tuple[float, float], unit: Unit
 ) -> Iterator[str]:
     """The number past the end of its bar and whisker, where bars are wide enough for that."""
-    said = unit.say(value)
+    said = unit.format(value)
     if len(said) * _DIGIT <= plot.bar + 1:
         y = plot.y(min(reach)) + 13 if value < 0 else plot.y(max(reach)) - 5
         yield _text("value", x + plot.bar / 2, y, said)
@@ -201,7 +151,7 @@ def _axis(plot: _Plot, unit: Unit) -> Iterator[str]:
     digits = max(0, -math.floor(math.log10(step * unit.scale) + 1e-9))
     for tick in plot.ticks:
         yield _line("grid", plot, plot.y(tick))
-        yield _text("axis", _LEFT - 7, plot.y(tick) + 4, unit.say(tick, digits), "end")
+        yield _text("axis", _LEFT - 7, plot.y(tick) + 4, unit.format(tick, digits), "end")
 
 
 def _names(plot: _Plot, categories: Sequence[str]) -> Iterator[str]:
@@ -224,12 +174,10 @@ def _text(kind: str, x: float, y: float, text: str, anchor: str = "middle") -> s
     return f'<text class="{kind}" {place}>{escape(text)}</text>'
 
 
-def _svg(kind: str, label: str, size: tuple[float, float], parts: Sequence[str]) -> str:
-    """Shrinks with its column as far as letters stay legible; from there its box scrolls."""
-    width, height = size
-    least = width * _LEAST[kind]
+def _svg(label: str, width: float, parts: Sequence[str]) -> str:
+    """Return the chart, which shrinks as far as letters stay legible; then its box scrolls."""
     return (
-        f'<svg class="{kind}" role="img" aria-label="{escape(label)}" '
-        f'viewBox="0 0 {width:.0f} {height:.0f}" '
-        f'style="width:{width:.0f}px;min-width:{least:.0f}px">{"".join(parts)}</svg>'
+        f'<svg class="bars" role="img" aria-label="{escape(label)}" '
+        f'viewBox="0 0 {width:.0f} {_HEIGHT:.0f}" '
+        f'style="width:{width:.0f}px;min-width:{width * _LEAST:.0f}px">{"".join(parts)}</svg>'
     )

@@ -1,6 +1,6 @@
-"""A passage as the page shows it: each token's colour, and what its panel says.
+"""Texts to be read token by token: the colour of each token, and what its panel says.
 
-Knows which change of likelihood is worth a colour; nothing of HTML.
+Knows explanations and losses; nothing of HTML.
 """
 
 from __future__ import annotations
@@ -10,16 +10,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from knn_moe.demo.result import Passage, PassageToken
-from knn_moe.explain.explanation import RecalledCase
+from knn_moe.explain.explanation import ExplainedToken, RecalledCase
 from knn_moe.report import words
 
-# A token takes the next colour when it became this many times likelier, or less likely.
+# A token takes the next colour where its probability rose or fell by this factor.
 FACTORS: Final = (1.1, 1.5, 2.0, 4.0)
 
 
 @dataclass(frozen=True)
+class Passage:
+    """A text that a model read with a memory attached."""
+
+    title: str
+    tokens: tuple[ExplainedToken, ...]
+    losses: tuple[tuple[float, float], ...]  # of every token but the first: without, with memory
+
+    @property
+    def gain(self) -> float:
+        """Nats by which the memory raised the log-likelihood of the passage."""
+        return sum(without - with_memory for without, with_memory in self.losses)
+
+
+@dataclass(frozen=True)
 class ShownToken:
+    """A token on a page."""
+
     text: str
     classes: str  # for the style sheet
     panel: dict[str, Any]  # JSON: what the panel says, already in words
@@ -27,6 +42,8 @@ class ShownToken:
 
 @dataclass(frozen=True)
 class ShownPassage:
+    """A passage on a page."""
+
     title: str
     summary: str
     tokens: tuple[ShownToken, ...]
@@ -37,73 +54,67 @@ class ShownPassage:
 
 
 def show_passage(passage: Passage) -> ShownPassage:
-    tokens = tuple(show_token(token) for token in passage.tokens)
-    return ShownPassage(passage.title, _summary(passage), tokens)
+    """Colour each token by the change of its probability.
 
-
-def show_token(token: PassageToken) -> ShownToken:
-    panel: dict[str, Any] = {"text": token.text, "cases": [show_case(case) for case in token.cases]}
-    step = 0
-    if token.nll_before is not None and token.nll_after is not None:
-        step = level(token.nll_before, token.nll_after)
-        panel |= {
-            "before": words.probability(token.nll_before),
-            "after": words.probability(token.nll_after),
-            "change": words.likelier(token.nll_before, token.nll_after),
-            "bars": [_share(token.nll_before), _share(token.nll_after)],
+    A token's panel shows the cases recalled at the token before it, which predicts it.
+    """
+    first, *others = (token.text for token in passage.tokens)
+    tokens = [ShownToken(first, css_classes(first, 0), {"text": first, "cases": []})]
+    for text, cause, losses in zip(others, passage.tokens, passage.losses, strict=False):
+        panel = {
+            "text": text,
+            "cases": [show_case(case) for case in cause.cases],
+            "before": words.format_probability(losses[0]),
+            "after": words.format_probability(losses[1]),
+            "change": words.describe_change(*losses),
+            "bars": [_bar_length(loss) for loss in losses],
         }
-    return ShownToken(token.text, classes(token.text, step), panel)
+        tokens.append(ShownToken(text, css_classes(text, colour(*losses)), panel))
+    without, with_memory = (
+        sum(losses[side] for losses in passage.losses) / len(passage.losses) for side in (0, 1)
+    )
+    change = words.NATS_CHANGE.format(with_memory - without)
+    summary = (
+        f"{words.NATS.format(without)} nats per token without the memory, "
+        f"{words.NATS.format(with_memory)} with it ({change})."
+    )
+    return ShownPassage(passage.title, summary, tuple(tokens))
 
 
-def classes(text: str, step: int) -> str:
-    """Of a token, by its colour: from -4 to 4."""
+def css_classes(text: str, step: int) -> str:
+    """Return the classes of a token whose colour is `step`, from -4 to 4."""
     names = ["t", *([f"{'up' if step > 0 else 'down'}-{abs(step)}"] if step else [])]
     if not text.strip() and "\n" in text:
         names.append("newline")
     return " ".join(names)
 
 
-def level(before: float, after: float) -> int:
-    """From -4, much less likely, to 4, much likelier."""
+def colour(before: float, after: float) -> int:
+    """Return the colour of a token by its losses: -4, much less likely, to 4, much likelier."""
     gain = before - after
     reached = sum(abs(gain) >= math.log(factor) for factor in FACTORS)
     return reached if gain > 0 else -reached
 
 
-def _share(nll: float) -> float:
-    """The probability, for the length of a bar: JSON has no word for what is not a number."""
-    value = math.exp(-nll)
+def _bar_length(loss: float) -> float:
+    """Return the probability as a finite number, which is all that JSON takes."""
+    value = math.exp(-loss)
     return round(value, 4) if math.isfinite(value) else 0.0
 
 
 def show_case(case: RecalledCase) -> dict[str, Any]:
-    """What the panel says of a layer; each expert with its Δlogit."""
+    """Return what the panel says of one layer; each expert has its Δlogit behind it."""
     return {
         "layer": case.layer,
         "before": case.before,
         "token": case.token,
         "after": case.after,
-        "distance": words.PLAIN.say(case.distance),
-        "confidence": words.PLAIN.say(case.confidence),
+        "distance": words.PLAIN.format(case.distance),
+        "confidence": words.PLAIN.format(case.confidence),
         "in": _experts(case.experts_in),
         "out": _experts(case.experts_out),
     }
 
 
 def _experts(changes: Mapping[int, float]) -> list[str]:
-    return [f"{expert} ({words.LOGITS.say(change)})" for expert, change in changes.items()]
-
-
-def _summary(passage: Passage) -> str:
-    pairs = [
-        (token.nll_before, token.nll_after)
-        for token in passage.tokens
-        if token.nll_before is not None and token.nll_after is not None
-    ]
-    if not pairs:
-        return "No token of this passage was predicted."
-    before, after = (sum(side) / len(pairs) for side in zip(*pairs, strict=True))
-    return (
-        f"Nats per token: {words.NATS.say(before)} alone, {words.NATS.say(after)} with the memory, "
-        f"a change of {words.NATS_CHANGE.say(after - before)} over {len(pairs)} tokens."
-    )
+    return [f"{expert} ({words.LOGITS.format(change)})" for expert, change in changes.items()]

@@ -1,94 +1,156 @@
-"""The page of evaluated runs: scores, changes, and where they come from, in one file.
+"""The page of evaluated runs: scores, changes, routing, and passages where there are some.
 
-Of a task whose authors ask for secrecy no question and no output is shown; of the others neither,
-but counts: runs keep them.
+Shows numbers only, never a question or an output: some tasks' authors ask for secrecy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from markupsafe import Markup
 
 from knn_moe.evaluation.compare import AVERAGE, TERCILES, Line, compare_runs
 from knn_moe.evaluation.store import Run
-from knn_moe.report.charts import Series, grouped_bars
+from knn_moe.report.charts import Bars, grouped_bars
 from knn_moe.report.page import render
-from knn_moe.report.words import POINTS, SHARE
+from knn_moe.report.passages import FACTORS, Passage, show_passage
+from knn_moe.report.words import NATS_CHANGE, PLAIN, POINTS, SHARE, Unit
+from knn_moe.support.statistics import Comparison
+from knn_moe.tasks.task import TEXT
+
+Value = tuple[float, float, float]  # and its interval
 
 
-def render_runs(runs: Sequence[Run], against: str, resamples: int = 10_000) -> str:
+@dataclass(frozen=True)
+class Introduction:
+    """What a page says before its numbers. The defaults are made of the runs."""
+
+    title: str
+    paragraphs: Sequence[str] = ()
+    passages: Sequence[Passage] = ()
+
+
+def render_runs(
+    runs: Sequence[Run],
+    against: str,
+    resamples: int = 10_000,
+    introduction: Introduction | None = None,
+) -> str:
+    """Return a page that compares runs.
+
+    Args:
+        against: The method that the others are compared with.
+        resamples: Of the bootstrap.
+        introduction: Title, text and passages of the page, if it tells a story of its own.
+
+    Raises:
+        RunError: The runs cannot be compared.
+    """
     lines = compare_runs(runs, against, resamples)
     methods = list(dict.fromkeys(line.method for line in lines))
+    tasks = list(dict.fromkeys(line.task for line in lines))
+    tested = {line.task for line in lines if line.change and line.task != AVERAGE}
     context = {
-        "lines": lines,
+        "introduction": introduction or Introduction(f"{_join(methods)} on {_join(tasks)}"),
+        "tasks": [(task, [line for line in lines if line.task == task]) for task in tasks],
+        "routing": {(run.task, run.method): _means(run) for run in runs},
         "runs": runs,
         "against": against,
-        "ways": methods,
-        "average": AVERAGE,
-        "tested": len({line.task for line in lines if line.change and line.task != AVERAGE}),
+        "methods": methods,
+        "text": TEXT,
+        "tested": len(tested),
         "near_ties": sum(line.near_ties for line in lines if line.task != AVERAGE),
-        "score_chart": _scores(lines, methods),
-        "change_chart": _changes(lines, methods),
-        "tercile_charts": list(_terciles(lines)),
+        "unparsed": [line for line in lines if line.unparsed and line.task != AVERAGE],
+        "charts": list(_charts(lines, methods)),
+        "layer_charts": list(_layer_charts(runs, methods)),
+        "tercile_charts": list(_tercile_charts(lines, methods)),
+        "passages": [show_passage(one) for one in introduction.passages] if introduction else [],
+        "factors": FACTORS,
     }
     return render("runs.html.j2", context)
 
 
-def _scores(lines: Sequence[Line], methods: Sequence[str]) -> Markup:
-    tasks = list(dict.fromkeys(line.task for line in lines))
-    found = {(line.task, line.method): line.score for line in lines}
-    series = []
-    for style, method in enumerate(methods):
-        scores = [found.get((task, method)) for task in tasks]
-        series.append(
-            Series(
-                method,
-                style,
-                tuple(float("nan") if score is None else score.mean for score in scores),
-                tuple((0.0, 0.0) if score is None else (score.low, score.high) for score in scores),
-            )
-        )
-    return Markup(grouped_bars("Score by task and method", tasks, series, SHARE))
+def _join(names: Sequence[str]) -> str:
+    return ", ".join(name for name in names if name != AVERAGE)
 
 
-def _changes(lines: Sequence[Line], methods: Sequence[str]) -> Markup | None:
-    changed = [line for line in lines if line.change is not None]
-    if not changed:
+def _means(run: Run) -> dict[str, float]:
+    """Return the means over layers of what a memory did to the routing, where that is known."""
+    return {
+        name: sum(known) / len(known)
+        for name, layers in run.facts.get("routing", {}).items()
+        if (known := [value for value in layers.values() if value is not None])
+    }
+
+
+def _charts(lines: Sequence[Line], methods: Sequence[str]) -> Iterator[tuple[str, Markup]]:
+    """Yield captions and charts, with a group of bars for each task."""
+    for caption, unit, value_of in (
+        ("Score", SHARE, lambda line: (line.score.mean, line.score.low, line.score.high)),
+        ("Change of the score, in percentage points", POINTS, lambda x: _value(x.change)),
+        (
+            "Change of the loss, in nats per token of text: lower is better",
+            NATS_CHANGE,
+            lambda line: _value(line.nll_change) if line.scoring == TEXT else None,
+        ),
+    ):
+        values = {(line.task, line.method): value_of(line) for line in lines}
+        chart = _draw(caption, values, methods, unit)
+        if chart:
+            yield caption, chart
+
+
+def _value(change: Comparison | None) -> Value | None:
+    return None if change is None else (change.difference, change.low, change.high)
+
+
+def _draw(
+    caption: str, values: Mapping[tuple[str, str], Value | None], methods: Sequence[str], unit: Unit
+) -> Markup | None:
+    """Draw the values of (category, method); None if there are none."""
+    categories = list(dict.fromkeys(category for (category, _), value in values.items() if value))
+    if not categories:
         return None
-    tasks = list(dict.fromkeys(line.task for line in changed))
-    found = {(line.task, line.method): line.change for line in changed}
-    series = []
+    none = (math.nan, math.nan, math.nan)
+    bars = []
     for style, method in enumerate(methods):
-        changes = [found.get((task, method)) for task in tasks]
-        if any(changes):
-            series.append(
-                Series(
-                    method,
-                    style,
-                    tuple(float("nan") if one is None else one.difference for one in changes),
-                    tuple((0.0, 0.0) if one is None else (one.low, one.high) for one in changes),
-                )
-            )
-    return Markup(grouped_bars("Change by task and method", tasks, series, POINTS))
+        found = [values.get((category, method)) or none for category in categories]
+        if any(value is not none for value in found):
+            intervals = tuple((low, high) for _, low, high in found)
+            bars.append(Bars(method, style, tuple(value for value, _, _ in found), intervals))
+    return Markup(grouped_bars(caption, categories, bars, unit))
 
 
-def _terciles(lines: Sequence[Line]) -> list[dict[str, Any]]:
-    """The change by how surprising the model alone found the question."""
-    charts = []
-    for line in lines:
-        if line.by_perplexity:
-            changes = [line.by_perplexity[third] for third in TERCILES]
-            bars = Series(
-                line.method,
-                1,
-                tuple(change.difference for change in changes),
-                tuple((change.low, change.high) for change in changes),
-            )
-            label = f"Change of {line.method} on {line.task} by perplexity"
-            chart = grouped_bars(
-                label, [f"{third} perplexity" for third in TERCILES], [bars], POINTS
-            )
-            charts.append({"task": line.task, "method": line.method, "chart": Markup(chart)})
-    return charts
+def _layer_charts(runs: Sequence[Run], methods: Sequence[str]) -> Iterator[tuple[str, Markup]]:
+    """Yield captions and charts of what each layer's memory did, task by task."""
+    tasks = dict.fromkeys(run.task for run in runs if run.facts.get("routing"))
+    for task in tasks:
+        for caption, field, unit in (
+            ("Mean confidence (λ) by layer", "mean_confidence", PLAIN),
+            ("Share of tokens rerouted, by layer", "rerouted", Unit(0, 100, "%")),
+        ):
+            values = {
+                (f"layer {layer}", run.method): None if value is None else (value, value, value)
+                for run in runs
+                if run.task == task
+                for layer, value in run.facts.get("routing", {}).get(field, {}).items()
+            }
+            chart = _draw(caption, values, methods, unit)
+            if chart:
+                yield caption if len(tasks) == 1 else f"{task}: {caption}", chart
+
+
+def _tercile_charts(lines: Sequence[Line], methods: Sequence[str]) -> Iterator[tuple[str, Markup]]:
+    """Yield tasks and charts of the change by how surprising the model alone found the text."""
+    for task in dict.fromkeys(line.task for line in lines if line.by_perplexity):
+        values = {
+            (f"{third} perplexity", line.method): _value(line.by_perplexity[third])
+            for line in lines
+            if line.task == task and line.by_perplexity
+            for third in TERCILES
+        }
+        chart = _draw(f"Change of the score on {task} by perplexity", values, methods, POINTS)
+        if chart:
+            yield task, chart

@@ -1,6 +1,6 @@
-"""How the report says numbers, and what they amount to in a sentence.
+"""Put numbers into words.
 
-Knows units, signs and when a change counts; nothing of HTML.
+Knows units, signs and when a change is significant; nothing of HTML.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from knn_moe.demo.result import Score
 from knn_moe.support.statistics import Comparison
 
+NONE: Final = "–"
 _MINUS: Final = "\N{MINUS SIGN}"
 _FIXED_SPACE: Final = "\N{NO-BREAK SPACE}"
 _NARROW_SPACE: Final = "\N{NARROW NO-BREAK SPACE}"
@@ -27,7 +27,10 @@ class Unit:
     suffix: str = ""
     signed: bool = False
 
-    def say(self, value: float, digits: int | None = None) -> str:
+    def format(self, value: float | None, digits: int | None = None) -> str:
+        """Return the value with its sign and unit, or a dash where there is none."""
+        if value is None:
+            return NONE
         if not math.isfinite(value):
             return "not a number" if math.isnan(value) else f"{_MINUS * (value < 0)}infinite"
         places = self.digits if digits is None else digits
@@ -46,24 +49,28 @@ NATS_CHANGE: Final = Unit(digits=3, signed=True)
 LOGITS: Final = Unit(digits=2, signed=True)
 SHARE: Final = Unit(digits=1, scale=100, suffix="%")
 POINTS: Final = Unit(digits=1, scale=100, suffix="pts", signed=True)
-SECONDS: Final = Unit(digits=1, suffix="s")
 
 
-def perplexity(value: float) -> str:
-    return f"{value:.1e}" if 1e7 <= value < math.inf else PLAIN.say(value)
+def format_perplexity(loss: float | None) -> str:
+    """Return e to the mean loss per token, or a dash where there is no loss."""
+    if loss is None:
+        return NONE
+    value = math.exp(loss) if loss < 700 else loss * math.inf
+    return f"{value:.1e}" if 1e7 <= value < math.inf else PLAIN.format(value)
 
 
-def probability(nll: float) -> str:
-    value = math.exp(-nll)
+def format_probability(loss: float) -> str:
+    """Return the probability of a token, given its loss in nats."""
+    value = math.exp(-loss)
     if 0 <= value < 1e-5:
-        return f"< {SHARE.say(1e-5, 3)}"
+        return f"< {SHARE.format(1e-5, 3)}"
     if value >= 0.9995:
-        return f"> {SHARE.say(0.999)}"
-    return SHARE.say(value, 3 if value < 1e-3 else 1 if value < 0.1 else 0)
+        return f"> {SHARE.format(0.999)}"
+    return SHARE.format(value, 3 if value < 1e-3 else 1 if value < 0.1 else 0)
 
 
-def likelier(before: float, after: float) -> str:
-    """How the probability of a token changed, from its nats before and after."""
+def describe_change(before: float, after: float) -> str:
+    """Say how the probability of a token changed, given its losses before and after."""
     gain = before - after
     if math.isnan(gain):
         return "not comparable"
@@ -74,55 +81,24 @@ def likelier(before: float, after: float) -> str:
     return f"{times} times {'likelier' if gain > 0 else 'less likely'}"
 
 
-def p_value(p: float) -> str:
-    said = "< 0.001" if p < 0.001 else f"= {NATS.say(p)}"
-    return f"p {said}".replace(" ", _FIXED_SPACE)
+def format_p(p: float) -> str:
+    """Return "p < 0.001", or p with three digits."""
+    shown = "< 0.001" if p < 0.001 else f"= {NATS.format(p)}"
+    return f"p {shown}".replace(" ", _FIXED_SPACE)
 
 
-def interval(change: Comparison, unit: Unit) -> str:
-    """From low to high, the unit said once."""
-    return f"{unit.say(change.low).removesuffix(unit.ending)} to {unit.say(change.high)}"
+def format_interval(low: float, high: float, unit: Unit) -> str:
+    """Return "low to high", with the unit once."""
+    return f"{unit.format(low).removesuffix(unit.ending)} to {unit.format(high)}"
 
 
-def verdict(change: Comparison, lower_is_better: bool) -> str:
-    """What a reader may conclude: "better", "worse" or "no clear change"."""
+def judge_change(change: Comparison, lower_is_better: bool) -> str:
+    """Say what a reader may conclude: "better", "worse" or "no clear change"."""
     if not change.significant or not change.difference:
         return "no clear change"
     return "better" if (change.difference < 0) == lower_is_better else "worse"
 
 
-def average(values: Sequence[float], unit: Unit) -> str:
-    """The mean, or a dash where there is nothing to average."""
-    return unit.say(sum(values) / len(values)) if values else "–"
-
-
-def size(count: int) -> str:
-    value, unit = float(count), "bytes"
-    for larger in ("kB", "MB", "GB"):
-        if value >= 1000:
-            value, unit = value / 1000, larger
-    return f"{Unit(0 if unit == 'bytes' else 1).say(value)} {unit}"
-
-
-def headline(scores: Sequence[Score]) -> str:
-    """The result in a sentence or two: the last true memory, then the controls."""
-    if not scores:
-        return "Nothing was measured."
-    compared = [score for score in scores if score.nll_change is not None]
-    true = [score for score in compared if not score.control]
-    alone = perplexity(scores[0].perplexity)
-    if not true:
-        return f"The model alone has perplexity {alone}; no memory was compared with it."
-    said = f"With {true[-1].way}, perplexity {_moves(true[-1], f'from {alone} to')}."
-    for control in (score for score in compared if score.control):
-        said += f" With a control, a memory that should not help, it {_moves(control, 'to')}."
-    return said
-
-
-def _moves(score: Score, way: str) -> str:
-    change = score.nll_change
-    reached = f"{way} {perplexity(score.perplexity)}"
-    if change is None or not change.significant or not change.difference:
-        chance = f" ({p_value(change.p)})" if change else ""
-        return f"goes {reached}, which this test cannot tell from chance{chance}"
-    return f"{'falls' if change.difference < 0 else 'rises'} {reached} ({p_value(change.p)})"
+def format_mean(values: Sequence[float], unit: Unit) -> str:
+    """Return the mean, or a dash where there is nothing to average."""
+    return unit.format(sum(values) / len(values)) if values else NONE
