@@ -1,46 +1,29 @@
-"""`knn-moe demo`: what it leaves behind, and how it answers wrong calls."""
+"""`knn-moe demo`: what it writes and prints, and how it refuses bad calls."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
-from transformers import AutoTokenizer
+from click.testing import Result
 
+from helpers.commands import assert_refused, run_cli
 from knn_moe import RoutingMemory
-from knn_moe.cli.main import main
-from knn_moe.demo.texts import (
-    DemoText,
-    documentation,
-    sample_reference,
-)
-from knn_moe.support.embedded_models import embedded_model
+from knn_moe.demo.texts import documentation, sample_reference
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(embedded_model("tiny-olmoe"))
-
-
-@pytest.fixture(scope="module")
-def text() -> DemoText:
-    return documentation()
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any, text: DemoText) -> Path:
-    """A folder with little text of one's own: reference.jsonl and test.jsonl."""
-    folder = tmp_path_factory.mktemp("files")
+def files(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path:
+    """A folder with a little text of the user's: reference.jsonl and test.jsonl."""
+    folder, text = tmp_path_factory.mktemp("files"), documentation()
     for name, examples, tokens in (
-        ("reference", text.reference, 900),
-        ("test", text.test, 600),
+        ("reference", text.reference, 3600),
+        ("test", text.test, 2400),
     ):
-        pieces = sample_reference(examples, tokenizer, 4 * tokens)
+        pieces = sample_reference(examples, tiny_tokenizer, tokens)
         lines = [json.dumps({"text": piece.completion[:400]}) + "\n" for piece in pieces]
         (folder / f"{name}.jsonl").write_text("".join(lines))
     return folder
@@ -49,46 +32,38 @@ def files(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any, text: DemoTe
 def run_demo(files: Path, out: Path, *options: object, **texts: Path) -> Result:
     reference = texts.get("reference", files / "reference.jsonl")
     test = texts.get("test", files / "test.jsonl")
-    arguments = ("demo", "--reference", reference, "--test", test, "--out", out, *options)
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+    return run_cli("demo", "--reference", reference, "--test", test, "--out", out, *options)
 
 
-def assert_refused(result: Result, says: str) -> None:
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
-    error = result.stderr.rpartition("Error: ")[2].strip()
-    assert says in error
-    assert "\n" not in error
-    assert "Traceback" not in result.stderr
-
-
-def test_the_command_leaves_a_result_and_a_report(files: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_the_command_writes_results_and_a_report(files: Path, tmp_path: Path) -> None:
     out = tmp_path / "new" / "demo"
-    result = run_demo(files, out, "--tokens", 400, "--json")
+    result = run_demo(files, out, "--tokens", 200, "--json")
     assert result.exit_code == 0, result.output
     shown = json.loads(result.stdout)
     assert json.loads((out / "result.json").read_text()) == shown
     assert (shown["reference"], shown["test"]) == ("'reference.jsonl'", "'test.jsonl'")
     assert shown["model"] == "tiny-olmoe"
-    assert 400 <= shown["reference_tokens"] < 900
+    assert 200 <= shown["reference_tokens"] < 700
     for preset in ("paper", "strong"):
         assert len(RoutingMemory.from_pretrained(out / preset)) == shown["reference_tokens"]
+    methods = [found["method"] for found in shown["results"]]
+    assert {path.name for path in (out / "runs" / "demo").iterdir()} == set(methods)
     report = (out / "report.html").read_text()
-    assert "tiny-olmoe" in report
-    assert f"{math.exp(shown['scores'][0]['nll']):.2f}" in report
-    assert [path.name for path in out.parent.iterdir()] == ["demo"]
+    assert all(f"{found['perplexity']:.2f}" in report for found in shown["results"])
 
-    # A second run takes the place of the first, and prints for people.
+    # A second demo replaces the first, and prints a table and a passage.
     again = run_demo(files, out, "--tokens", 1)
     assert again.exit_code == 0, again.output
-    assert "zero-shot" in again.stdout
+    assert all(method in again.stdout for method in methods)
+    assert "The passage that gained most" in again.stdout
     assert str(out / "report.html") in again.stdout.replace("\n", "")
     second = json.loads((out / "result.json").read_text())
     assert second["reference_tokens"] < shown["reference_tokens"]
-    assert second["scores"][0] == shown["scores"][0]
+    assert second["results"][0]["nll"] == shown["results"][0]["nll"]
     assert [path.name for path in out.parent.iterdir()] == ["demo"]
 
-    # But not if somebody has put a file there.
+    # It does not replace a folder into which somebody has put a file.
     (out / "notes.md").write_text("mine")
     assert_refused(run_demo(files, out), "holds something else than a demo")
     assert json.loads((out / "result.json").read_text()) == second
@@ -115,14 +90,14 @@ def test_a_folder_that_only_looks_like_a_demo_is_left_alone(files: Path, tmp_pat
     assert (out / "paper" / "thesis.tex").read_text() == "Long ago"
 
 
-def test_a_place_that_cannot_be_made(files: Path, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created(files: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert_refused(run_demo(files, tmp_path / "file" / "out"), "is no folder")
+    assert_refused(run_demo(files, tmp_path / "file" / "out"), "is not a folder")
 
 
-def test_what_is_tried_must_not_be_what_is_remembered(files: Path, tmp_path: Path) -> None:
+def test_the_test_text_must_differ_from_the_reference(files: Path, tmp_path: Path) -> None:
     result = run_demo(files, tmp_path / "out", reference=files / "test.jsonl")
-    assert_refused(result, "what is tried must not be what is remembered")
+    assert_refused(result, "The test text must differ from the reference text")
 
 
 def test_a_name_that_is_almost_an_embedded_one(files: Path, tmp_path: Path) -> None:
@@ -132,8 +107,8 @@ def test_a_name_that_is_almost_an_embedded_one(files: Path, tmp_path: Path) -> N
 
 def test_both_files_are_needed(files: Path, tmp_path: Path) -> None:
     for given, missing in (("reference", "--test"), ("test", "--reference")):
-        options = (f"--{given}", str(files / f"{given}.jsonl"), "--out", str(tmp_path / "out"))
-        result = CliRunner().invoke(main, ["demo", *options])
+        file = files / f"{given}.jsonl"
+        result = run_cli("demo", f"--{given}", file, "--out", tmp_path / "out")
         assert_refused(result, f"{missing} is missing")
     assert list(tmp_path.iterdir()) == []
 
@@ -163,7 +138,7 @@ def short(folder: Path) -> Path:
         ("test", broken_line, "line 2: not JSON"),
         ("reference", lambda folder: folder / "none.jsonl", "No file of examples"),
         ("test", empty, "is empty"),
-        ("test", short, "the demo needs at least 512"),
+        ("test", short, "tokens of text, and a window has 256"),
     ],
 )
 def test_a_bad_file_leaves_nothing_behind(
@@ -179,7 +154,9 @@ def test_a_failure_leaves_an_earlier_demo_as_it_was(files: Path, tmp_path: Path)
     out = tmp_path / "out"
     out.mkdir()
     (out / "result.json").write_text("{}")
-    assert_refused(run_demo(files, out, test=short(tmp_path)), "the demo needs at least 512")
+    assert_refused(
+        run_demo(files, out, test=short(tmp_path)), "tokens of text, and a window has 256"
+    )
     assert (out / "result.json").read_text() == "{}"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "short.txt"]
 

@@ -17,13 +17,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from conftest import BUILD, TEXTS, encode, family, make_texts
+from helpers.html_page import Page
 from helpers.indexed import KINDS, MANY, every_kind, every_similarity, uneven
 from knn_moe import RoutingConfig, RoutingMemory, attach, build_memory, compress, find_routers
 from knn_moe.config import LayerRouting
 from knn_moe.errors import AttachError, ConfigError
 from knn_moe.explain.explanation import ExplainedToken, Explanation, RecalledCase
 from knn_moe.report.explanation import LEVELS, render_explanation
-from report.test_report import Page
 
 K = 3
 

@@ -1,4 +1,4 @@
-"""The report's charts: every mark as long, as strong and in the place its value says."""
+"""The report's charts: every bar and whisker is as long as its value says, and in its place."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import pytest
 
 from knn_moe.report import words
-from knn_moe.report.charts import Series, grouped_bars, heat_map, ticks
+from knn_moe.report.charts import Bars, grouped_bars, ticks
 
 
 def bars_of(svg: str) -> list[dict[str, float]]:
@@ -20,23 +20,23 @@ def bars_of(svg: str) -> list[dict[str, float]]:
 
 
 def test_bars_are_as_tall_as_their_values() -> None:
-    series = (Series("a", 0, (0.2, -0.1)), Series("b", 1, (0.4, math.nan)))
-    svg = grouped_bars("label", ("one", "two"), series, words.PLAIN)
+    bars = (Bars("a", 0, (0.2, -0.1)), Bars("b", 1, (0.4, math.nan)))
+    svg = grouped_bars("label", ("one", "two"), bars, words.PLAIN)
     first, second, third = bars_of(svg)
     assert third["height"] == pytest.approx(2 * first["height"], abs=0.02)
     assert second["height"] == pytest.approx(first["height"] / 2, abs=0.02)
     assert first["y"] + first["height"] == pytest.approx(second["y"], abs=0.02)
     assert first["x"] < third["x"] < second["x"]
     assert "two, a: −0.100" in svg
-    many = Series("a", 0, tuple(0.5 for _ in range(128)))
-    bars = bars_of(grouped_bars("", [str(i) for i in range(128)], (many,) * 4, words.PLAIN))
-    assert len(bars) == 512
-    assert min(bar["width"] for bar in bars) > 2
+    many = Bars("a", 0, tuple(0.5 for _ in range(128)))
+    many_bars = bars_of(grouped_bars("", [str(i) for i in range(128)], (many,) * 4, words.PLAIN))
+    assert len(many_bars) == 512
+    assert min(bar["width"] for bar in many_bars) > 2
 
 
 def test_whiskers_reach_from_low_to_high() -> None:
     reach = ((0.1, 0.4), (-0.3, 0.0), (math.nan, math.nan))
-    one = Series("a", 0, (0.2, -0.2, 0.1), reach)
+    one = Bars("a", 0, (0.2, -0.2, 0.1), reach)
     svg = grouped_bars("label", ("one", "two", "three"), (one,), words.PLAIN)
     up, down, _ = bars_of(svg)
     zero, nat = down["y"], up["height"] / 0.2
@@ -50,21 +50,6 @@ def test_whiskers_reach_from_low_to_high() -> None:
     labels = re.findall(r'class="value" x="[\d.]+" y="([\d.]+)"', svg)
     assert float(labels[0]) < float(lines[0][2])
     assert float(labels[1]) > float(lines[1][1]) + 8
-
-
-def test_cells_are_as_strong_as_their_values() -> None:
-    rows = ((0.1, -0.2), (0.0, 0.4))
-    svg = heat_map("label", rows, (3, 7), 0.4, words.POINTS)
-    cells = re.findall(r'class="cell (\w+)".*?fill-opacity="(.*?)"><title>(.*?):', svg)
-    assert cells == [
-        ("up", "0.250", "layer 3, expert 0"),
-        ("down", "0.500", "layer 3, expert 1"),
-        ("up", "0.000", "layer 7, expert 0"),
-        ("up", "1.000", "layer 7, expert 1"),
-    ]
-    signs = [">+</text>", ">−</text>"]
-    assert [svg.count(sign) for sign in signs] == [2, 1]
-    assert [heat_map("", rows, (3, 7), 0.4, words.SHARE).count(sign) for sign in signs] == [0, 0]
 
 
 @pytest.mark.parametrize(
