@@ -20,7 +20,7 @@ from knn_moe.demo.texts import TASK, DemoText, make_task, sample_reference
 from knn_moe.evaluation.compare import Line, compare_runs
 from knn_moe.evaluation.evaluate import EvalConfig, ask, evaluate
 from knn_moe.evaluation.store import Run
-from knn_moe.methods import KnnMoe, Prepared, ZeroShot
+from knn_moe.methods import KnnMoe, Method, PreparedMethod, ZeroShot
 from knn_moe.report.passages import Passage
 from knn_moe.report.runs import Introduction, render_runs
 from knn_moe.report.words import format_p, format_perplexity
@@ -123,24 +123,24 @@ def run_demo(
             on_progress=partial(_report_build, on_progress, stage),
         )
         seconds[preset] = time.perf_counter() - started
-    methods = (
-        Prepared(ZeroShot(), 0.0, {}),
-        Prepared(KnnMoe(memories["paper"], name=PAPER), seconds["paper"], {}),
-        Prepared(KnnMoe(memories["strong"], name=STRONG), seconds["strong"], {}),
-        Prepared(KnnMoe(shuffle_values(memories["strong"]), name=CONTROL), seconds["strong"], {}),
+    control = shuffle_values(memories["strong"])
+    methods: tuple[tuple[Method, float], ...] = (
+        (ZeroShot(), 0.0),
+        (KnnMoe(memories["paper"], name=PAPER), seconds["paper"]),
+        (KnnMoe(memories["strong"], name=STRONG), seconds["strong"]),
+        (KnnMoe(control, name=CONTROL), seconds["strong"]),
     )
     runs = []
-    for prepared in methods:
-        name = prepared.method.name
+    for method, spent in methods:
         runs.append(
             evaluate(
                 model,
                 tokenizer,
                 data,
-                prepared,
+                PreparedMethod(method, spent, {}),
                 evaluation,
-                folder=folder / RUNS / TASK / name,
-                on_progress=partial(_report_windows, on_progress, f"evaluating {name}"),
+                folder=folder / RUNS / TASK / method.name,
+                on_progress=partial(_report_windows, on_progress, f"evaluating {method.name}"),
             )
         )
     lines = compare_runs(runs, ALONE)
