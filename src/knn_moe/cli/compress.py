@@ -1,90 +1,98 @@
-"""`knn-moe compress`: a memory with an index in its keys' place."""
+"""`knn-moe compress`: replace the keys of a memory by an index."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from knn_moe.cli.common import (
     device_option,
     json_option,
-    log,
+    output_option,
+    overwrite_option,
     pick_device,
     print_json,
-    progress_bar,
+    print_note,
+    show_progress,
 )
 from knn_moe.cli.inspect import layer_facts, show_layers
+from knn_moe.support.progress import Progress
 
 if TYPE_CHECKING:
     from knn_moe.memory.memory import RoutingMemory
 
+_CONFIG: Final = ("kind", "dims", "bits", "value_bits", "probes", "rerank")
+
 
 @click.command(name="compress")
 @click.argument("memory")
-@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="New folder.")
+@output_option
 @click.option(
     "--index",
     "kind",
     type=click.Choice(["fast", "ivfpq", "faiss-flat"]),
     default="fast",
     show_default=True,
+    help="Search with this index. fast needs no further package; the others use FAISS.",
 )
-@click.option("--dims", type=int, help="Projected width. Default: an eighth (fast: at least 256).")
-@click.option("--bits", type=int, help="Of each number of a key: 4 or 8 (fast).")
-@click.option("--value-bits", type=int, help="Of each number of a value: 4 or 8 (fast).")
-@click.option("--probes", type=int, help="Lists searched. Default: 16 (fast), 32 (ivfpq).")
-@click.option("--rerank", is_flag=True, help="Keep the keys; true distances order candidates.")
-@click.option("--similarity", help="To serve. Default: the memory's own.")
-@click.option("--overwrite", is_flag=True, help="Replace an existing memory.")
+@click.option(
+    "--dims",
+    type=int,
+    help="Project keys to this many dimensions. Default: an eighth, for fast at least 256.",
+)
+@click.option("--bits", type=int, help="Store each number of a key in 4 or 8 bits (fast only).")
+@click.option(
+    "--value-bits", type=int, help="Store each number of a value in 4 or 8 bits (fast only)."
+)
+@click.option(
+    "--probes",
+    type=int,
+    help="Search this many lists of the index. Default: 16 for fast, 32 for ivfpq.",
+)
+@click.option(
+    "--rerank", is_flag=True, help="Keep the keys too, and sort the candidates by true distance."
+)
+@click.option(
+    "--similarity", help="Serve this similarity: rbf, rbf-unit or cosine. Default: the memory's."
+)
+@overwrite_option
 @device_option
 @json_option
-def command(
-    memory: str,
-    output: Path,
-    similarity: str | None,
-    overwrite: bool,
-    device: str | None,
-    as_json: bool,
-    **options: Any,
-) -> None:
-    """Write MEMORY anew with an index instead of its keys: small, and quick to search.
+def command(memory: str, output: Path, as_json: bool, **options: Any) -> None:
+    """Write a copy of MEMORY that is small and fast to search.
 
     \b
     knn-moe compress memory -o memory-fast
     knn-moe compress memory -o memory-ivfpq --index ivfpq --rerank
     knn-moe compress memory -o memory-small --dims 128
 
-    What it costs in recall and in the confidence λ is measured on a sample of the keys and kept.
+    An index takes the place of the keys. The loss of recall and the error of the confidence (λ) are
+    measured on a sample of the keys, printed, and stored in the new memory.
     """
     from knn_moe.adapt.compress import compress
     from knn_moe.config import IndexConfig
     from knn_moe.memory.files import refuse_existing
     from knn_moe.memory.memory import RoutingMemory
 
+    overwrite, similarity = options["overwrite"], options["similarity"]
     refuse_existing(output, overwrite=overwrite)
-    index = IndexConfig(**{name: value for name, value in options.items() if value is not None})
+    index = IndexConfig(**{name: options[name] for name in _CONFIG if options[name] is not None})
     opened = RoutingMemory.from_pretrained(memory)
     if similarity is not None:
         manifest = replace(opened.manifest, routing=replace(opened.routing, similarity=similarity))
         opened = replace(opened, manifest=manifest)
-    done = 0
-
-    def advance(layer: int) -> None:
-        nonlocal done
-        done += 1
-        update(done, len(opened.layers), f"layer {layer}")
-
-    with progress_bar("Compressing") as update:
+    device = pick_device(options["device"])
+    with show_progress("Compressing") as report:
         small = compress(
             opened,
             index,
             output,
-            device=pick_device(device),
+            device=device,
             overwrite=overwrite,
-            on_layer=advance,
+            on_layer=lambda layer: report(Progress(f"layer {layer}", layer, layer + 1)),
         )
     _show(opened, small, output, as_json)
 
@@ -96,7 +104,7 @@ def _show(whole: RoutingMemory, small: RoutingMemory, output: Path, as_json: boo
         print_json({**facts, "layers": layer_facts(small)})
         return
     show_layers(small)
-    log.print(
+    print_note(
         f"{whole.nbytes / 1e6:,.1f} MB → {small.nbytes / 1e6:,.1f} MB "
         f"({times:.1f} times smaller) in {output}"
     )

@@ -20,7 +20,7 @@ from knn_moe.cli.common import (
     load_model,
     print_json,
     print_table,
-    progress_bar,
+    show_progress,
 )
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from knn_moe.evaluation.compare import Line
     from knn_moe.evaluation.store import Run
     from knn_moe.report.passages import Passage
-    from knn_moe.support.progress import Progress
     from knn_moe.support.statistics import Comparison
 
 _RESULT: Final = "result.json"
@@ -98,12 +97,8 @@ def command(
     network, tokenizer = load_model(model, device, dtype)
     config = DemoConfig(reference_tokens=tokens)
     with _replace_folder(out) as folder:
-        with progress_bar("Demo") as update:
-
-            def show(progress: Progress) -> None:
-                update(progress.done, progress.total, progress.stage)
-
-            result = run_demo(network, tokenizer, text, config, folder, show)
+        with show_progress("Demo") as report:
+            result = run_demo(network, tokenizer, text, config, folder, report)
         facts = json.dumps(result.to_dict(), indent=1, ensure_ascii=False)
         (folder / _RESULT).write_text(facts, encoding="utf8")
         write_page(render_demo(result), folder / "report.html")

@@ -1,4 +1,4 @@
-"""`knn-moe drop`: a memory that has not read some examples."""
+"""`knn-moe drop`: remove examples from a memory."""
 
 from __future__ import annotations
 
@@ -6,39 +6,45 @@ from pathlib import Path
 
 import click
 
-from knn_moe.cli.common import json_option, log, print_json
+from knn_moe.cli.common import json_option, log, output_option, overwrite_option, print_json
 
 
 @click.command(name="drop")
 @click.argument("memory")
 @click.option(
-    "--example", "examples", type=int, multiple=True, required=True, help="Number; repeatable."
+    "--example",
+    "examples",
+    type=int,
+    multiple=True,
+    required=True,
+    help="Remove the example with this number. Can be repeated.",
 )
-@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="New folder.")
-@click.option("--overwrite", is_flag=True, help="Replace an existing memory.")
+@output_option
+@overwrite_option
 @json_option
 def command(
     memory: str, examples: tuple[int, ...], output: Path, overwrite: bool, as_json: bool
 ) -> None:
-    """Write MEMORY anew as if it had never read some examples of its reference set.
+    """Write a copy of MEMORY that has never read some of its examples.
 
     \b
     knn-moe drop memory --example 17 -o memory-without
     knn-moe drop memory --example 17 --example 40 -o memory --overwrite
 
-    Examples are counted from 0 in the order they were read. Their keys, values and tokens are
-    gone, and what was written is read again to make sure. The others keep their numbers.
+    Examples are numbered from 0 in the order of the reference set, and the others keep their
+    numbers. The keys, values and tokens of the removed examples are deleted, and the command reads
+    the new memory once more to verify that.
     """
     from knn_moe.memory.memory import RoutingMemory
 
     opened = RoutingMemory.from_pretrained(memory)
-    with log.status("Dropping"):
+    with log.status("Removing examples"):
         rest = opened.without(examples, folder=output, overwrite=overwrite)
-    gone = len(opened) - len(rest)
+    removed = len(opened) - len(rest)
     if as_json:
-        facts = {"folder": str(output), "cases": len(rest), "dropped": gone}
+        facts = {"folder": str(output), "cases": len(rest), "dropped": removed}
         print_json({**facts, "examples": rest.provenance.num_examples, "bytes": rest.nbytes})
-    else:
-        log.print(f"{rest!r}\n{gone:,} cases of {len(set(examples))} examples are gone.")
-        if opened.manifest.calibration is not None:
-            log.print("Its calibration had read them and is forgotten: calibrate it again.")
+        return
+    log.print(f"{rest!r}\nRemoved {removed:,} cases of {len(set(examples))} examples.")
+    if opened.manifest.calibration is not None:
+        log.print("The calibration used these examples and was removed too. Calibrate again.")

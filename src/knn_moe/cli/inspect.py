@@ -1,7 +1,8 @@
-"""`knn-moe inspect`: what a memory holds and whose it is."""
+"""`knn-moe inspect`: show what a memory contains."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,80 +14,66 @@ if TYPE_CHECKING:
     from knn_moe.config import LayerRouting
     from knn_moe.memory.memory import RoutingMemory
 
-KERNEL_COLUMNS: Final = ("γ × to weigh", "γ × for λ", "confidence_factor")
+WIDTH_COLUMNS: Final = ("gamma scale", "confidence scale", "confidence factor")
 
 
 @click.command(name="inspect")
 @click.argument("memory")
 @json_option
 def command(memory: str, as_json: bool) -> None:
-    """Show what MEMORY (a folder or a hub id) holds and whose it is.
+    """Show what MEMORY contains and which model it belongs to.
 
     \b
     knn-moe inspect memory
     knn-moe inspect memory --json
 
-    Reads every file once and compares its checksum.
+    MEMORY is a folder or a hub id. Every file is read once to verify its checksum. For each layer
+    the table shows the width γ and the distance at which a case has a similarity of 1/e (typical
+    distance); for a calibrated memory also the factors of γ and of the confidence (λ).
     """
     from knn_moe.memory.memory import RoutingMemory
 
     opened = RoutingMemory.from_pretrained(memory)
     if as_json:
-        numbers = {"cases": len(opened), "examples": opened.provenance.num_examples}
-        facts = {**opened.manifest.to_dict(), **numbers, "bytes": opened.nbytes}
-        if opened.provenance.num_domains > 1:
-            facts["domains"] = [{"cases": cases} for cases in opened.provenance.cases_of_domain]
+        counts = {"cases": len(opened), "examples": opened.provenance.num_examples}
+        facts = {**opened.manifest.to_dict(), **counts, "bytes": opened.nbytes}
         print_json({**facts, "layers": layer_facts(opened)})
         return
-    print_table(memory, ("", ""), list(_facts(opened).items()))
+    print_table(memory, ("", ""), list(_describe(opened).items()))
     show_layers(opened)
 
 
 def show_layers(memory: RoutingMemory) -> None:
-    """One row a layer; of a compressed one also what an index made of its keys, and how well."""
-    columns = [
-        "layer",
-        "cases",
-        "hidden",
-        "experts",
-        "keys",
-        "γ",
-        "typical distance",
-        "bytes a key",
-    ]
-    kernels = {kernel.layer: kernel for kernel in memory.routing.per_layer}
-    several = memory.provenance.num_domains > 1
-    if several:
-        columns += ["γ by domain"]
+    """Print one row per layer, with the quality of the index if the memory is compressed."""
+    columns = ["layer", "cases", "hidden size", "experts", "keys", "γ", "typical distance"]
+    columns += ["bytes per key"]
     if memory.compressed:
         columns += ["recall", "λ error"]
-    if kernels:
-        columns += KERNEL_COLUMNS
+    if memory.routing.per_layer:
+        columns += WIDTH_COLUMNS
     rows = []
     for layer in layer_facts(memory):
         row = [layer["layer"], layer["cases"], layer["hidden_size"], layer["num_experts"]]
         row += [layer.get("index", {}).get("kind", layer["dtype"]), f"{layer['gamma']:.4g}"]
         row += [f"{layer['gamma'] ** -0.5:.4g}", f"{layer['bytes_per_case']:.1f}"]
-        if several:
-            row += [" ".join(f"{gamma:.4g}" for gamma in layer["gammas"])]
         if "quality" in layer:
             quality = layer["quality"]
             row += [f"{quality['recall']:.3f}", f"{quality['confidence_error']:.4f}"]
-        if kernels:
-            row += kernel_cells(memory.routing.for_layer(layer["layer"]))
-        rows.append(tuple(row))
-    print_table("layers", tuple(columns), rows)
+        if memory.routing.per_layer:
+            row += width_cells(memory.routing.for_layer(layer["layer"]))
+        rows.append(row)
+    print_table("Layers", columns, rows)
 
 
-def kernel_cells(kernel: LayerRouting) -> list[str]:
-    """One for each of KERNEL_COLUMNS."""
-    widths = [f"{width:.3g}" for width in (kernel.gamma_scale, kernel.confidence_scale)]
-    return [*widths, f"{kernel.confidence_factor:.2f}"]
+def width_cells(routing: LayerRouting) -> list[str]:
+    """Return one cell for each of WIDTH_COLUMNS."""
+    scales = [f"{scale:.3g}" for scale in (routing.gamma_scale, routing.confidence_scale)]
+    return [*scales, f"{routing.confidence_factor:.2f}"]
 
 
 def layer_facts(memory: RoutingMemory) -> list[dict[str, Any]]:
+    """Return the shape, width and size of each layer, as JSON takes them."""
     from knn_moe.memory.compressed import CompressedLayer
-    from knn_moe.memory.writer import gamma_entry
 
     facts = []
     for index, layer in memory.layers.items():
@@ -96,7 +83,7 @@ def layer_facts(memory: RoutingMemory) -> list[dict[str, Any]]:
             "hidden_size": layer.shape.hidden_size,
             "num_experts": layer.shape.num_experts,
             "dtype": str(layer.shape.dtype).removeprefix("torch."),
-            **gamma_entry(layer.gamma, layer.gammas),
+            "gamma": layer.gamma,
             "bytes_per_case": layer.nbytes / max(len(layer), 1),
         }
         if isinstance(layer, CompressedLayer):
@@ -105,16 +92,15 @@ def layer_facts(memory: RoutingMemory) -> list[dict[str, Any]]:
     return facts
 
 
-def _facts(memory: RoutingMemory) -> dict[str, str]:
+def _describe(memory: RoutingMemory) -> dict[str, str]:
     from knn_moe.config import RoutingConfig
 
     manifest, usual = memory.manifest.to_dict(), RoutingConfig().to_dict()
-    del manifest["routing"]["per_layer"]  # shown layer by layer
-    told = ("k", "similarity")  # the rest only where it is not as usual
+    # `per_layer` is shown in the table of layers; the other fields only where they differ.
     routing = {
         name: value
         for name, value in manifest["routing"].items()
-        if name in told or value != usual[name]
+        if name in ("k", "similarity") or (name != "per_layer" and value != usual[name])
     }
     return {
         "base model": memory.base_model.name,
@@ -122,47 +108,36 @@ def _facts(memory: RoutingMemory) -> dict[str, str]:
         "routers": f"{memory.base_model.architecture} {memory.base_model.fingerprint[:12]}",
         "cases per layer": f"{len(memory):,}",
         "examples": f"{memory.provenance.num_examples:,}",
-        "domains": _domains(memory),
         "size": f"{memory.nbytes / 1e6:,.1f} MB",
-        "built with": _settings(manifest["build"]),
-        "used with": _settings(routing),
-        "calibrated": _calibration(manifest["calibration"]),
-        "pruned": _pruning(manifest["pruned"]),
-        "libraries": _settings(manifest["libraries"]),
+        "built with": _join(manifest["build"]),
+        "used with": _join(routing),
+        "calibrated": _describe_calibration(manifest["calibration"]),
+        "pruned": _describe_pruning(manifest["pruned"]),
+        "libraries": _join(manifest["libraries"]),
     }
 
 
-def _domains(memory: RoutingMemory) -> str:
-    from knn_moe.memory.card import domains_in_words
-
-    if memory.provenance.num_domains == 1:
-        return "1"
-    gammas = [layer.gammas for layer in memory.layers.values()]
-    return domains_in_words(memory.provenance.cases_of_domain, gammas)
-
-
-def _calibration(found: dict[str, Any] | None) -> str:
+def _describe_calibration(found: dict[str, Any] | None) -> str:
     if found is None:
         return "no"
     change = found["change"]
+    interval = f"{change['low']:+.4f} to {change['high']:+.4f}"
+    state = "" if found["helps"] else "; the memory is turned off"
     return (
-        f"{change['difference']:+.4f} nats a token ({change['low']:+.4f} to {change['high']:+.4f}) "
-        f"on {found['examples']} examples{'' if found['helps'] else ': silent'}"
+        f"{change['difference']:+.4f} nats per token ({interval}) on {found['examples']} "
+        f"held-out examples{state}"
     )
 
 
-def _pruning(found: dict[str, Any] | None) -> str:
+def _describe_pruning(found: dict[str, Any] | None) -> str:
     return f"{found['kept']:,} of {found['cases']:,} cases, by {found['score']}" if found else "no"
 
 
-def _settings(values: dict[str, Any]) -> str:
-    flat = {
-        **{name: value for name, value in values.items() if not isinstance(value, dict)},
-        **{
-            f"{outer} {name}": value
-            for outer, inner in values.items()
-            if isinstance(inner, dict)
-            for name, value in inner.items()
-        },
-    }
-    return ", ".join(f"{name} {value}" for name, value in flat.items() if value is not None)
+def _join(values: Mapping[str, Any], before: str = "") -> str:
+    """Return "name value, outer name value" for all values that are set."""
+    parts = [
+        _join(value, f"{name} ") if isinstance(value, dict) else f"{before}{name} {value}"
+        for name, value in values.items()
+        if value is not None
+    ]
+    return ", ".join(parts)

@@ -1,88 +1,119 @@
-"""`knn-moe label`: a reference set of prompts that have no answers."""
+"""`knn-moe label`: make a reference set from prompts that have no answers."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from knn_moe.cli.common import (
-    device_option,
-    dtype_option,
+    chat_option,
+    evaluation_dtype,
     json_option,
     load_model,
+    model_options,
     print_json,
-    progress_bar,
-    usual_dtype,
+    show_progress,
 )
-from knn_moe.errors import ConfigError, LabelError
+from knn_moe.support.progress import Progress
 
 if TYPE_CHECKING:
     from knn_moe.labels.endpoint import EndpointJudge
+
+_CONFIG: Final = (
+    "by", "keep", "threshold", "samples", "temperature", "max_new_tokens", "stop", "batch_size",
+    "seed",
+)  # fmt: skip
 
 
 @click.command(name="label")
 @click.argument("model")
 @click.argument("prompts", type=click.Path(path_type=Path))
-@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="New .jsonl.")
-@click.option("--by", help="confidence, agreement or judge. Default: confidence, or the --judge.")
-@click.option("--keep", type=float, help="Share of the prompts to keep, the best. Default: 0.5.")
 @click.option(
-    "--threshold", type=float, help="Or the least score to keep. Default for the others: 0.5."
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Write the reference set to this .jsonl file.",
 )
-@click.option("--samples", type=int, help="Answers to each prompt, by agreement. Default: 8.")
-@click.option("--temperature", type=float, help="They are drawn at, by agreement. Default: 0.7.")
-@click.option("--max-new-tokens", default=64, show_default=True, help="Of an answer.")
-@click.option("--stop", help="Text that an answer ends before, such as a question's first word.")
-@click.option("--judge", "url", help="OpenAI-compatible endpoint; the key is OPENAI_API_KEY's.")
-@click.option("--judge-model", help="The judge's name there.")
-@click.option("--chat", is_flag=True, help="Put texts through the model's chat template.")
-@click.option("--batch-size", default=16, show_default=True, help="Answers written at a time.")
-@click.option("--seed", default=0, show_default=True, help="Of what is drawn.")
-@click.option("--overwrite", is_flag=True, help="Replace OUTPUT if it is there.")
-@device_option
-@dtype_option
+@click.option(
+    "--by",
+    help="Score answers by confidence (the model's own), agreement (of several samples) or judge. "
+    "Default: confidence, or judge with --judge.",
+)
+@click.option(
+    "--keep",
+    type=float,
+    help="Keep this share of the prompts, those with the best scores. Default by confidence: 0.5.",
+)
+@click.option(
+    "--threshold",
+    type=float,
+    help="Keep every answer with at least this score. Default by agreement and judge: 0.5.",
+)
+@click.option(
+    "--samples", type=int, help="By agreement: sample this many answers to a prompt. Default: 8."
+)
+@click.option(
+    "--temperature", type=float, help="By agreement: sample at this temperature. Default: 0.7."
+)
+@click.option(
+    "--max-new-tokens",
+    default=64,
+    show_default=True,
+    help="Generate at most this many tokens per answer.",
+)
+@click.option("--stop", help="End an answer before this text.")
+@click.option(
+    "--judge",
+    "url",
+    help="Ask the model at this OpenAI-compatible endpoint. The key is read from OPENAI_API_KEY.",
+)
+@click.option("--judge-model", help="Name of the model at the endpoint.")
+@chat_option
+@click.option(
+    "--batch-size", default=16, show_default=True, help="Generate this many answers at a time."
+)
+@click.option("--seed", default=0, show_default=True, help="Seed for sampling.")
+@click.option("--overwrite", is_flag=True, help="Replace the output file if it exists.")
+@model_options
 @json_option
-def command(
-    model: str,
-    prompts: Path,
-    output: Path,
-    url: str | None,
-    judge_model: str | None,
-    chat: bool,
-    overwrite: bool,
-    device: str | None,
-    dtype: str,
-    as_json: bool,
-    **settings: Any,
-) -> None:
-    """Answer PROMPTS with MODEL itself, and keep the answers that seem right.
+def command(model: str, prompts: Path, output: Path, as_json: bool, **options: Any) -> None:
+    """Answer PROMPTS with MODEL itself, and keep the answers that are probably right.
 
     \b
-    knn-moe label ./my-model prompts.jsonl -o reference.jsonl
-    knn-moe label ./my-model prompts.txt -o reference.jsonl --by agreement --threshold 0.75
-    knn-moe label ./my-model prompts.jsonl -o reference.jsonl \\
+    knn-moe label tiny-olmoe prompts.jsonl -o reference.jsonl
+    knn-moe label tiny-olmoe prompts.txt -o reference.jsonl --by agreement --threshold 0.75
+    knn-moe label tiny-olmoe prompts.jsonl -o reference.jsonl \\
         --judge http://localhost:8000/v1 --judge-model NAME
-    knn-moe build ./my-model reference.jsonl -o memory
+    knn-moe build tiny-olmoe reference.jsonl -o memory
 
-    PROMPTS is .jsonl or .jsonl.gz with "prompt" or "messages" on each line, or .txt, a prompt a
-    line. Plain texts need no labels: knn-moe build takes them as they are.
+    PROMPTS is a .jsonl or .jsonl.gz file with "prompt" or "messages" on each line, or a .txt file
+    with one prompt per line. Plain texts need no labels: give them to knn-moe build.
     """
     from knn_moe.labels.config import LabelConfig
     from knn_moe.labels.label import label, save_labelled, summary
     from knn_moe.labels.prompts import load_prompts
 
-    given = {name: value for name, value in settings.items() if value is not None}
-    config = LabelConfig(**({"by": "judge"} if url else {}) | given)
-    judge = _judge(config.by, url, judge_model)
-    _check_output(output, overwrite=overwrite)
-    asked = load_prompts(prompts)  # a bad file is told before the model loads
-    if chat:
-        asked = [prompt.in_chat() for prompt in asked]
-    network, tokenizer = load_model(model, device, usual_dtype(device, dtype))
-    with progress_bar("Labelling") as update:
-        labelled = label(network, tokenizer, asked, config, judge=judge, on_progress=update)
+    given = {name: options[name] for name in _CONFIG if options[name] is not None}
+    config = LabelConfig(**({"by": "judge"} if options["url"] else {}) | given)
+    judge = _open_judge(config.by, options["url"], options["judge_model"])
+    _check_output(output, overwrite=options["overwrite"])
+    unanswered = load_prompts(prompts)  # refuses a bad file before the model is loaded
+    if options["chat"]:
+        unanswered = [prompt.in_chat() for prompt in unanswered]
+    device = options["device"]
+    network, tokenizer = load_model(model, device, evaluation_dtype(device, options["dtype"]))
+    with show_progress("Labelling") as report:
+        labelled = label(
+            network,
+            tokenizer,
+            unanswered,
+            config,
+            judge=judge,
+            on_progress=lambda d, t, w: report(Progress(w, d, t)),
+        )
     save_labelled(output, labelled)
     facts = summary(labelled)
     if as_json:
@@ -91,34 +122,36 @@ def command(
         _show(output, config.by, facts)
 
 
-def _judge(by: str, url: str | None, name: str | None) -> EndpointJudge | None:
+def _open_judge(by: str, url: str | None, name: str | None) -> EndpointJudge | None:
     from knn_moe.labels.endpoint import EndpointJudge
 
     if (by == "judge") != (url is not None):
-        raise ConfigError(f"--by judge and --judge URL go together, got --by {by}.")
+        raise click.UsageError(f"--by judge and --judge URL go together, got --by {by}.")
     if (url is None) != (name is None):
-        raise ConfigError("--judge URL and --judge-model NAME go together: give both.")
+        raise click.UsageError("--judge URL and --judge-model NAME go together. Give both.")
     return None if url is None or name is None else EndpointJudge(url, name)
 
 
 def _check_output(output: Path, *, overwrite: bool) -> None:
-    """Told before the work: its result would have nowhere to go, or nobody could read it."""
+    """Refuse, before the work, a file that could not be written or read again."""
     if output.suffix != ".jsonl":
-        raise ConfigError(
-            f"-o must name a .jsonl file, which a build can read; got {output.name!r}."
+        raise click.UsageError(
+            f"-o must name a .jsonl file, which knn-moe build can read; got {output.name!r}."
         )
-    if output.is_dir() or not output.parent.is_dir():
-        raise LabelError(f"Cannot write {str(output)!r}: its folder is not there, or it is one.")
+    if output.is_dir():
+        raise click.UsageError(f"{str(output)!r} is a folder. Name a file with -o.")
+    if not output.parent.is_dir():
+        raise click.UsageError(f"There is no folder {str(output.parent)!r} to write to.")
     if output.exists() and not overwrite:
-        raise LabelError(f"{str(output)!r} exists already: pass --overwrite to replace it.")
+        raise click.UsageError(f"{str(output)!r} already exists. Use --overwrite to replace it.")
 
 
 def _show(output: Path, by: str, facts: dict[str, Any]) -> None:
     scores = facts["scores"]
-    unscored = f", {facts['unscored']} without a score" if facts["unscored"] else ""
-    click.echo(f"Kept {facts['kept']:,} of {facts['prompts']:,} prompts{unscored}, in {output}")
+    unscored = f" ({facts['unscored']} have no score)" if facts["unscored"] else ""
+    click.echo(f"Kept {facts['kept']:,} of {facts['prompts']:,} prompts{unscored} in {output}.")
     click.echo(
-        f"Scores by {by}: {scores['least']:.3f} to {scores['most']:.3f}, half of them from "
-        f"{scores['lower_quarter']:.3f} to {scores['upper_quarter']:.3f}, median "
-        f"{scores['median']:.3f}"
+        f"Scores by {by}: {scores['least']:.3f} to {scores['most']:.3f}, median "
+        f"{scores['median']:.3f}, the middle half from {scores['lower_quarter']:.3f} to "
+        f"{scores['upper_quarter']:.3f}."
     )

@@ -1,6 +1,6 @@
-"""`knn-moe`: the group of commands, and how errors are told.
+"""`knn-moe`: the group of commands, and how an error reaches the user.
 
-Commands are imported when they are asked for, so that `--help` answers at once.
+A command is imported when it is called, so that `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ import click
 
 from knn_moe.errors import KnnMoeError
 
-# command, a module of this package → its line in the list
+# A command, which is a module of this package, and its line in the list.
 COMMANDS: Final[Mapping[str, str]] = {
-    "routers": "Show which routers of a model a memory would touch.",
-    "label": "Make a reference set of prompts that have no answers.",
+    "routers": "List the routers of a model that a memory would change.",
+    "label": "Make a reference set from prompts that have no answers.",
     "build": "Build a memory from a reference set.",
-    "calibrate": "Find out how a memory is best used.",
-    "inspect": "Show what a memory holds and whose it is.",
+    "calibrate": "Choose how a memory is used.",
+    "inspect": "Show what a memory contains.",
     "generate": "Generate text with and without a memory.",
-    "explain": "Show what a memory recalled for each token of a text, and what it did.",
-    "compress": "Make a memory small, and quick to search.",
-    "prune": "Keep the cases of a memory that are worth most.",
-    "merge": "Make one memory of several.",
-    "drop": "Take examples out of a memory.",
-    "eval": "Put benchmarks to a model, with a memory and without.",
+    "explain": "Show what a memory recalled for each token, and what changed.",
+    "compress": "Make a memory small and fast to search.",
+    "prune": "Keep the most useful cases of a memory.",
+    "merge": "Join several memories into one.",
+    "drop": "Remove examples from a memory.",
+    "eval": "Evaluate a model on benchmarks, with and without a memory.",
     "compare": "Compare evaluated methods, with intervals and paired tests.",
-    "report": "Make one page of evaluated runs.",
-    "reproduce": "Make the tables of the paper again.",
+    "report": "Write an HTML page about evaluated runs.",
+    "reproduce": "Reproduce the tables of the paper.",
     "demo": "See the method work on a small model that comes with the package.",
-    "bench": "Measure speed against a named baseline.",
+    "bench": "Measure speed against a baseline.",
 }
 
 
 class Commands(click.Group):
-    """Lists commands without importing them; turns this library's errors into exit code 2."""
+    """List commands without importing them, and end with exit code 2 on this library's errors."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -58,17 +58,24 @@ class Commands(click.Group):
         except KnnMoeError as error:
             raise click.UsageError(str(error)) from None
         except OSError as error:
-            raise click.UsageError(f"The system refused: {error}.") from None
+            where = "" if error.filename is None else f" {str(error.filename)!r}"
+            reason = error.strerror or str(error)
+            raise click.UsageError(f"Cannot read or write{where}: {reason}.") from None
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="knn-moe")
 def main() -> None:
-    """Adapt a frozen Mixture-of-Experts model to new text, without touching a weight.
+    """Adapt a frozen Mixture-of-Experts model to new text without changing a weight.
 
     \b
-    knn-moe build allenai/OLMoE-1B-7B-0125-Instruct ref.jsonl -o memory
-    knn-moe generate allenai/OLMoE-1B-7B-0125-Instruct "A fever is" --memory memory
+    knn-moe build tiny-olmoe reference.jsonl -o memory
+    knn-moe calibrate tiny-olmoe memory
+    knn-moe generate tiny-olmoe "A fever is" --memory memory --compare
+
+    A memory stores, for every token of a reference set, the router input and better routing logits.
+    While the model runs, each router recalls the cases nearest to its input and mixes their logits
+    with its own.
     """
 
 

@@ -1,4 +1,4 @@
-"""`knn-moe prune`: a smaller memory that is worth as much."""
+"""`knn-moe prune`: keep the most useful cases of a memory."""
 
 from __future__ import annotations
 
@@ -8,94 +8,95 @@ from typing import Any
 import click
 
 from knn_moe.cli.common import (
-    device_option,
-    dtype_option,
+    force_option,
     json_option,
     load_model,
-    log,
+    model_options,
+    overwrite_option,
     print_json,
-    progress_bar,
+    print_note,
+    show_progress,
 )
+from knn_moe.support.progress import Progress
 
 
 @click.command(name="prune")
 @click.argument("names", nargs=-1, required=True, metavar="[MODEL] MEMORY")
-@click.option("--keep", default=0.1, show_default=True, help="Share of the cases to keep.")
+@click.option("--keep", default=0.1, show_default=True, help="Keep this share of the cases.")
 @click.option(
     "--by",
-    type=click.Choice(["loss", "values", "chance"]),
-    help="What a case is worth by. Default: loss with MODEL, values without.",
+    type=click.Choice(["loss", "chance"]),
+    default="loss",
+    show_default=True,
+    help="loss: keep the cases that lower the loss of other examples most, which needs MODEL. "
+    "chance: keep cases at random, which does not.",
 )
 @click.option(
-    "-o", "--output", type=click.Path(path_type=Path), help="New folder. Default: MEMORY-pruned."
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    help="Write the new memory to this folder. Default: MEMORY-pruned.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace an existing memory.")
-@click.option("--force", is_flag=True, help="Prune a memory that was built for another model.")
-@device_option
-@dtype_option
+@overwrite_option
+@force_option
+@model_options
 @json_option
-def command(
-    names: tuple[str, ...],
-    keep: float,
-    by: Any,
-    output: Path | None,
-    overwrite: bool,
-    force: bool,
-    device: str | None,
-    dtype: str,
-    as_json: bool,
-) -> None:
-    """Keep the cases of MEMORY that are worth most, and write them as a new memory.
+def command(names: tuple[str, ...], output: Path | None, as_json: bool, **options: Any) -> None:
+    """Keep the most useful cases of MEMORY and write them as a new memory.
 
     \b
-    knn-moe prune ./my-model memory --keep 0.25 -o memory-small
-    knn-moe prune memory --keep 0.5
-    knn-moe prune memory --keep 0.25 --by chance && knn-moe calibrate ./my-model memory-pruned
+    knn-moe prune tiny-olmoe memory --keep 0.25 -o memory-small
+    knn-moe prune memory --keep 0.25 --by chance
+    knn-moe calibrate tiny-olmoe memory-pruned
 
-    By loss, a case is worth what it takes off the loss of reference tokens of other examples; by
-    values, what can be told from the memory alone, which is much less. Exact repeats go first.
-    What examples chose they cannot judge any more: only a memory pruned by chance can be
-    calibrated on its own examples.
+    Exact repeats of a case are dropped first. Only a memory pruned by chance can be calibrated on
+    its own examples: if they chose the cases, they cannot also judge them.
     """
     from knn_moe.adapt.prune.prune import prune
     from knn_moe.memory.files import refuse_existing
     from knn_moe.memory.memory import RoutingMemory
 
-    model, source = _named(names, by)
-    target = output or _beside(source)
-    refuse_existing(target, overwrite=overwrite)
+    model, source = _split_names(names, options["by"])
+    target = output or _pruned_folder(source)
+    refuse_existing(target, overwrite=options["overwrite"])
     memory = RoutingMemory.from_pretrained(source)
-    network: Any = load_model(model, device, dtype)[0] if model else None
-    with progress_bar("Pruning") as update:
+    network: Any = None
+    if model is not None:
+        network, _ = load_model(model, options["device"], options["dtype"])
+    chosen = {name: options[name] for name in ("keep", "by", "overwrite", "force")}
+    with show_progress("Pruning") as report:
         small = prune(
             network,
             memory,
-            keep,
-            by=by,
+            **chosen,
             folder=target,
-            overwrite=overwrite,
-            force=force,
-            on_progress=lambda what, done, total: update(done, total, what),
+            on_progress=lambda *step: report(Progress(*step)),
         )
     if as_json:
         print_json({"folder": str(target), "cases": len(small), "bytes": small.nbytes})
     else:
         sizes = f"{memory.nbytes / 1e6:,.1f} MB → {small.nbytes / 1e6:,.1f} MB"
-        log.print(f"{len(memory):,} → {len(small):,} cases, {sizes} in {target}")
+        print_note(f"{len(memory):,} → {len(small):,} cases, {sizes} in {target}")
 
 
-def _named(names: tuple[str, ...], by: str | None) -> tuple[str | None, str]:
-    """The model, if there is one, and the memory."""
+def _split_names(names: tuple[str, ...], by: str) -> tuple[str | None, str]:
+    """Return the model, if there is one, and the memory."""
     if len(names) > 2:
-        raise click.UsageError(f"Give a memory, or a model and a memory; got {' '.join(names)!r}.")
+        raise click.UsageError(
+            f"Give a memory, or a model and a memory; got {len(names)} names: {' '.join(names)!r}."
+        )
     model, source = (None, *names)[-2:]
-    if model is not None and by not in (None, "loss"):
-        raise click.UsageError(f"To prune by {by} takes no model: leave out {model!r}.")
+    if by == "loss" and model is None:
+        raise click.UsageError(
+            "Pruning by loss needs the model. Put it before the memory, or use --by chance."
+        )
+    if by == "chance" and model is not None:
+        raise click.UsageError(f"Pruning by chance uses no model. Leave out {model!r}.")
     return model, str(source)
 
 
-def _beside(source: str) -> Path:
-    """Where a pruned memory goes: beside its folder, or here where it is the hub's."""
+def _pruned_folder(source: str) -> Path:
+    """Return the folder beside `source`, or in the working directory if it is a hub id."""
     place = Path(source)
     name = f"{place.resolve().name}-pruned"
     return place.resolve().with_name(name) if place.is_dir() else Path(name)

@@ -1,4 +1,4 @@
-"""`knn-moe report`: evaluated runs as one page."""
+"""`knn-moe report`: write one page about evaluated runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from knn_moe.cli.common import log
+from knn_moe.cli.common import against_option, print_note
 
 
 @click.command(name="report")
@@ -17,17 +17,20 @@ from knn_moe.cli.common import log
     type=click.Path(dir_okay=False, path_type=Path),
     default=Path("report.html"),
     show_default=True,
+    help="Write the page to this file.",
 )
-@click.option("--against", default="zero-shot", show_default=True, help="The method to beat.")
+@against_option
 def command(runs: Path, output: Path, against: str) -> None:
-    """Make one page of RUNS, with plots, that needs no network.
+    """Write an HTML page with the tables and plots of RUNS, a folder that eval wrote.
 
     \b
     knn-moe report runs -o report.html
+
+    The page is one file and needs no network.
     """
     from knn_moe.evaluation.store import read_runs
     from knn_moe.report.page import write_page
     from knn_moe.report.runs import render_runs
 
     write_page(render_runs(read_runs(runs), against), output)
-    log.print(f"Written to {output}")
+    print_note(f"Wrote {output}.")

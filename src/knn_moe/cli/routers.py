@@ -1,4 +1,4 @@
-"""`knn-moe routers`: which routers a memory would touch."""
+"""`knn-moe routers`: list the routers that a memory would change."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from knn_moe.cli.common import json_option, load_structure, print_json, print_ta
 @click.argument("model")
 @json_option
 def command(model: str, as_json: bool) -> None:
-    """Show which routers of MODEL (a folder or a hub id) a memory would touch.
+    """List the routers of MODEL that a memory would change.
 
     \b
-    knn-moe routers allenai/OLMoE-1B-7B-0125-Instruct
-    knn-moe routers ./my-model --json
+    knn-moe routers tiny-olmoe
+    knn-moe routers allenai/OLMoE-1B-7B-0125-Instruct --json
 
-    Only the config is read; no weights are loaded.
+    MODEL is an embedded model (tiny-olmoe, tiny-qwen3 or tiny-gpt-oss), a folder, or a Hugging
+    Face hub id. Only its configuration is read, not its weights.
     """
     from knn_moe.routers.find import find_routers
 
-    found = find_routers(load_structure(model))
+    routers = find_routers(load_structure(model))
     fields = ("layer", "name", "num_experts", "top_k", "hidden_size")
-    rows = [[getattr(router, field) for field in fields] for router in found]
+    rows = [[getattr(router, field) for field in fields] for router in routers]
     if as_json:
         print_json([dict(zip(fields, row, strict=True)) for row in rows])
     else:
-        title = f"{model}: {len(found)} routers"
-        print_table(title, ("layer", "router", "experts", "top-k", "hidden"), rows)
+        title = f"{model} has {len(routers)} routers"
+        print_table(title, ("layer", "router", "experts", "top-k", "hidden size"), rows)
