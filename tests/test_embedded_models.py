@@ -227,4 +227,4 @@ def test_the_command_line_knows_them(name: str) -> None:
     shown = json.loads(result.stdout)
     assert [router["layer"] for router in shown] == list(range(6))
     assert {(router["num_experts"], router["top_k"]) for router in shown} == {(16, 4)}
-    assert f"{name}: 6 routers" in CliRunner().invoke(main, ["routers", name]).stdout
+    assert f"{name} has 6 routers" in CliRunner().invoke(main, ["routers", name]).stdout

@@ -271,8 +271,8 @@ def test_the_command_writes_what_it_finds(
     with attach(model, after) as routing:
         assert routing.config == after.routing
     shown = knn_moe("inspect", folder).stdout
-    assert f"{said['change']['difference']:+.4f} nats a token" in shown
-    assert "γ × to weigh" in shown
+    assert f"{said['change']['difference']:+.4f} nats per token" in shown
+    assert "γ scale" in shown
     card = (folder / "README.md").read_text(encoding="utf8")
     assert f"| calibrated | {said['change']['difference']:+.3f} nats a token" in card
 
@@ -284,7 +284,7 @@ def test_building_and_calibrating_at_once(folders: tuple[Path, Path], tmp_path: 
     arguments = ("build", network, tmp_path / "reference.jsonl", "-o", tmp_path / "new")
     for more, message in (
         (("--steps", 3), "--calibrate chooses steps"),
-        (("--append", folders[1]), "do not go together"),
+        (("--append", folders[1]), "cannot be combined"),
     ):
         refused = knn_moe(*arguments, "--calibrate", *more)
         assert refused.exit_code == 2
@@ -309,7 +309,7 @@ def test_the_command_refuses(folders: tuple[Path, Path], tmp_path: Path) -> None
         ((network, folder, tmp_path / "none.jsonl"), "none.jsonl"),
         ((network, tmp_path / "nothing"), "nothing"),
         ((network, folder, "-k", 0), "neighbours must be"),
-        ((network, folder, "--keep-values", "--value-rate", 0.1), "do not go together"),
+        ((network, folder, "--keep-values", "--value-rate", 0.1), "contradict each other"),
     ):
         result = knn_moe("calibrate", *arguments)
         assert result.exit_code == 2

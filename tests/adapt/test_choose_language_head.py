@@ -111,7 +111,7 @@ def test_a_head_is_asked_for(folders: tuple[Path, Path]) -> None:
     head = found.routing.head
     assert head is not None
     assert said["head"]["config"] == vars(head)
-    assert f"Head: {head.k} cases, weight {head.weight:g}" in done.output
+    assert f"head ({head.k} cases, weight {head.weight:g}" in done.output
     assert f"weight {head.weight:g}" in (folder / "README.md").read_text(encoding="utf8")
     assert "head" in knn_moe("inspect", folder).stdout
 

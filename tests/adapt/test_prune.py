@@ -375,12 +375,13 @@ def test_the_prune_command(network: Path, folder: Path, memory: RoutingMemory) -
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["cases"] == round(0.25 * len(memory))
     assert "by loss" in knn_moe("inspect", folder.with_name("s")).stdout
-    plain = knn_moe("prune", folder, "--keep", 0.5)
+    plain = knn_moe("prune", folder, "--keep", 0.5, "--by", "chance")
     assert plain.exit_code == 0, plain.output
     assert len(RoutingMemory.from_pretrained(f"{folder}-pruned")) == round(0.5 * len(memory))
     for arguments, message in (
-        ((folder, "--keep", 2, "-o", folder.with_name("t")), "keep must be"),
-        ((folder,), "exists already"),
+        ((folder, "--by", "chance", "--keep", 2, "-o", folder.with_name("t")), "keep must be"),
+        ((folder, "--by", "chance"), "exists already"),
+        ((folder, "-o", folder.with_name("t")), "Pruning by loss needs the model"),
         ((network, folder, folder, "-o", folder.with_name("t")), "a model and a memory"),
     ):
         refused = knn_moe("prune", *arguments)

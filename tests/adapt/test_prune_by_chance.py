@@ -107,8 +107,8 @@ def test_the_command(network: Path, folder: Path, memory: RoutingMemory) -> None
     assert same_cases(RoutingMemory.from_pretrained(small), prune(None, memory, 0.5, by="chance"))
     assert "by chance" in knn_moe("inspect", small).stdout
     for names, by, message in (
-        ((folder,), "loss", "takes the model"),
-        ((network, folder), "chance", "takes no model"),
+        ((folder,), "loss", "needs the model"),
+        ((network, folder), "chance", "uses no model"),
     ):
         refused = knn_moe("prune", *names, "--by", by, "-o", folder.with_name("t"))
         assert refused.exit_code == 2

@@ -41,7 +41,7 @@ def test_routers(saved_model: Path) -> None:
     shown = json.loads(run_cli("routers", saved_model, "--json").stdout)
     assert [router["layer"] for router in shown] == [0, 1]
     assert shown[0]["name"] == "model.layers.0.mlp.gate"
-    assert "2 routers" in run_cli("routers", saved_model).stdout
+    assert "has 2 routers" in run_cli("routers", saved_model).stdout
 
 
 def test_build_and_inspect(saved_memory: Path, saved_model: Path) -> None:
@@ -82,7 +82,7 @@ def test_generate(saved_model: Path, saved_memory: Path) -> None:
         for seed in (1, 1, 2)
     ]
     assert sampled[0] == sampled[1] != sampled[2]
-    assert "what the memory did" in sampled[0]
+    assert "What the memory did" in sampled[0]
 
 
 def test_merge(saved_memory: Path, tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_merge(saved_memory: Path, tmp_path: Path) -> None:
 def test_compress(saved_memory: Path, tmp_path: Path) -> None:
     result = run_cli("compress", saved_memory, "-o", tmp_path / "fast")
     assert result.exit_code == 0, result.output
-    for words in ("layer", "fast", "bytes a key", "recall", "λ error"):
+    for words in ("layer", "fast", "bytes per key", "recall", "λ error"):
         assert words in result.stdout
     assert "times smaller" in result.stderr
     made = RoutingMemory.from_pretrained(tmp_path / "fast")
@@ -151,7 +151,7 @@ def test_inspect_a_compressed_memory(compressed_memory: Path) -> None:
         assert layer["quality"]["recall"] == known.quality.recall > 0.8
         assert layer["quality"]["confidence_error"] == known.quality.confidence_error < 0.05
     shown = run_cli("inspect", compressed_memory).stdout
-    for words in ("bytes a key", "recall", "λ error", "index kind fast"):
+    for words in ("bytes per key", "recall", "λ error", "index kind fast"):
         assert words in shown
     assert f"{made.layers[0].bytes_per_case:.1f}" in shown
     assert f"{made.layers[0].quality.recall:.3f}" in shown

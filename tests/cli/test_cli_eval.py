@@ -126,17 +126,20 @@ def test_the_list_of_tasks() -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["tiny-olmoe"], "Needs a MODEL, at least one -t TASK, and -o RUNS"),
+        (["tiny-olmoe"], "Give a MODEL, at least one -t TASK and -o RUNS"),
         (["tiny-olmoe", "-t", "arc_eesy", "-o", "OUT"], "Did you mean 'arc_easy'?"),
         (["tiny-olmoe", "-t", "QUIZ", "-o", "OUT", "--scoring", "text"], "not by text"),
         (["tiny-olmoe", "-t", "QUIZ", "-o", "OUT", "--limit", "0"], "limit must be at least 1"),
         (["tiny-olmo", "-t", "QUIZ", "-o", "OUT"], "Did you mean 'tiny-olmoe'?"),
         (["tiny-olmoe", "-t", "QUIZ", "-o", "OUT", "-m", "magic"], "Unknown method 'magic'"),
-        (["./nosuch", "-t", "QUIZ", "-o", "OUT"], "from './nosuch': there is no such folder"),
+        (["./nosuch", "-t", "QUIZ", "-o", "OUT"], "from './nosuch': There is no such folder"),
         (["tiny-olmoe", "-t", "arc_easy", "-o", "OUT", "--data", "OUT"], "No file arc_easy_test"),
         (["tiny-olmoe", "-t", "QUIZ", "-o", "OUT", "--memory", "OUT"], "OUT"),
         (["tiny-olmoe", "-t", "QUIZ", "-o", "OUT", "--index", "fats"], "Unknown index 'fats'"),
-        (["tiny-olmoe", "-t", "QUIZ", "-t", "QUIZ", "-o", "OUT"], "Two tasks have one name: quiz"),
+        (
+            ["tiny-olmoe", "-t", "QUIZ", "-t", "QUIZ", "-o", "OUT"],
+            "Two tasks have the same name: quiz",
+        ),
         (["tiny-olmoe", "-t", "ALONE", "-o", "OUT"], "alone has no reference set here"),
     ],
 )

@@ -75,8 +75,8 @@ def test_a_page(saved_model: Path, saved_memory: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     page.write_text("old")
     result = run_cli("explain", saved_model, PROMPT, "--memory", saved_memory, "-o", page)
-    assert "Written to" in result.stderr
-    assert "Written to" not in result.stdout
+    assert "Wrote" in result.stderr
+    assert "Wrote" not in result.stdout
     html = page.read_text(encoding="utf8")
     assert "Recalled while this token was read" in html
     assert str(saved_model) in html
@@ -90,7 +90,7 @@ def test_a_silent_memory(saved_model: Path, saved_memory: Path, tmp_path: Path) 
         tmp_path / "m"
     )
     result = run_cli("explain", saved_model, PROMPT, "--memory", tmp_path / "m")
-    assert result.stdout == "No layer has a memory attached: the memory is silent.\n"
+    assert result.stdout == "The memory is turned off: it is attached to no layer.\n"
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_wrong_calls(
 def test_a_failure_leaves_no_page(saved_model: Path, saved_memory: Path, tmp_path: Path) -> None:
     page = ("-o", tmp_path / "page.html")
     assert_refused(
-        run_cli("explain", saved_model, "", "--memory", saved_memory, *page), "holds no tokens"
+        run_cli("explain", saved_model, "", "--memory", saved_memory, *page), "has no tokens"
     )
     other = save_model("qwen3_moe", tmp_path / "other")
     refused = run_cli("explain", other, PROMPT, "--memory", saved_memory, *page)

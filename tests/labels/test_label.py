@@ -253,7 +253,7 @@ def test_by_command(prompts: Path, tmp_path: Path) -> None:
     assert built.exit_code == 0, built.output
     again = knn_moe("label", "tiny-olmoe", prompts, "-o", output, *QUICK)
     assert again.exit_code == 2
-    assert "exists already" in again.stderr
+    assert "already exists" in again.stderr
     options = ("--by", "agreement", "--samples", 4, "--threshold", 0.25, "--overwrite", "--json")
     facts = json.loads(
         knn_moe("label", "tiny-olmoe", prompts, "-o", output, *QUICK, *options).stdout
@@ -267,7 +267,7 @@ def test_by_command(prompts: Path, tmp_path: Path) -> None:
     ("options", "says"),
     [
         (("--by", "judge"), "--judge URL go together"),
-        (("--judge", "http://h"), "give both"),
+        (("--judge", "http://h"), "Give both"),
         (("--keep", "2"), "keep must be"),
         (("--threshold", "0"), "No answer was worth keeping"),
         (("--chat",), "no chat template"),

@@ -175,7 +175,7 @@ def test_by_command_with_a_judge(
     judge = ("--judge", endpoint.url, "--judge-model", "judge-1")
     result = knn_moe("label", "tiny-olmoe", prompts, "-o", output, *QUICK, *judge)
     assert result.exit_code == 0, result.output
-    assert "Kept 1 of 6 prompts, 1 without a score" in result.stdout
+    assert "Kept 1 of 6 prompts (no score for 1)" in result.stdout
     assert KEY not in result.output + output.read_text()
     endpoint.replies = [(400, b"no such model")]
     before = output.read_text()

@@ -144,7 +144,7 @@ def test_appending_is_building_both(
     assert grown.build == both.build
     refused = knn_moe(*append, "-o", tmp_path / "other", "--steps", 3)
     assert refused.exit_code == 2
-    assert "built with steps 2, and 3 was asked for" in said(refused)
+    assert "built with steps 2, but 3 was given" in said(refused)
     again = knn_moe(*append, "-o", tmp_path / "first", "--overwrite")
     assert again.exit_code == 0, again.output
     assert same_cases(RoutingMemory.from_pretrained(tmp_path / "first"), both)

@@ -332,8 +332,8 @@ def test_the_command(quiz: str, everything: tuple[Path, list[Table]]) -> None:
     assert [each["name"] for each in json.loads(listed.stdout)] == list(TABLES)
     for wrong, said in (
         (["nothing", "-o", "x"], "Unknown table 'nothing'"),
-        (["main"], "Needs a TABLE"),
-        (["main", "--as-printed", "-o", "x"], "--model must name"),
+        (["main"], "Give a TABLE"),
+        (["main", "--as-printed", "-o", "x"], "Name one with --model"),
     ):
         result = call("reproduce", *wrong)
         assert result.exit_code == 2

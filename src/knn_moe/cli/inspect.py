@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from knn_moe.config import LayerRouting
     from knn_moe.memory.memory import RoutingMemory
 
-WIDTH_COLUMNS: Final = ("gamma scale", "confidence scale", "confidence factor")
+WIDTH_COLUMNS: Final = ("γ scale", "confidence scale", "confidence factor")
 
 
 @click.command(name="inspect")

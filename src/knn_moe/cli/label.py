@@ -148,7 +148,7 @@ def _check_output(output: Path, *, overwrite: bool) -> None:
 
 def _show(output: Path, by: str, facts: dict[str, Any]) -> None:
     scores = facts["scores"]
-    unscored = f" ({facts['unscored']} have no score)" if facts["unscored"] else ""
+    unscored = f" (no score for {facts['unscored']})" if facts["unscored"] else ""
     click.echo(f"Kept {facts['kept']:,} of {facts['prompts']:,} prompts{unscored} in {output}.")
     click.echo(
         f"Scores by {by}: {scores['least']:.3f} to {scores['most']:.3f}, median "
