@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+DOCS   := $(VENV)/.docs
 # A process a core, a file of tests at a time: their torch uses one thread.
 PYTEST := -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest pytest lint types format bench publish clean
+.PHONY: help demo test test-oldest pytest lint types format bench publish docs docs-cli clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -41,6 +42,16 @@ format: $(STAMP)  ## let ruff rewrite what it can
 bench: $(STAMP)  ## building speed, against the plain way, in one run
 	$(BIN)/knn-moe bench build
 
+$(DOCS): $(STAMP)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
+	@touch $@
+
+docs: $(DOCS) docs-cli  ## build the documentation site in site/ (strict)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+docs-cli: $(STAMP)  ## write docs/cli from the commands' --help
+	$(BIN)/python scripts/cli_pages.py
+
 publish: $(STAMP)  ## model cards, README table and plot from docs/measurements
 	$(BIN)/python experiments/publish.py
 
@@ -56,4 +67,4 @@ test-oldest: $(OLD)/.installed  ## the tests that touch transformers, on 5.17
 	$(OLD)/bin/python $(PYTEST) tests/test_families.py tests/test_routers.py tests/test_attach.py tests/test_attach_errors.py tests/test_proof.py tests/test_likelihood.py tests/test_trace.py tests/test_explain.py tests/test_reading.py tests/test_embedded.py
 
 clean:  ## remove what make made
-	rm -rf $(VENV) $(OLD) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(OLD) site .mypy_cache .ruff_cache .pytest_cache .hypothesis
