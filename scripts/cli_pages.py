@@ -15,7 +15,9 @@ from knn_moe.cli.main import main as knn_moe
 
 FOLDER: Final = Path(__file__).parents[1] / "docs" / "cli"
 _WIDTH: Final = 96
-_NOTE: Final = "<!-- Written by scripts/cli_pages.py from the command's --help: `make docs-cli`. -->"
+_NOTE: Final = (
+    "<!-- Written by scripts/cli_pages.py from the command's --help: `make docs-cli`. -->"
+)
 
 
 def command_names() -> list[str]:
@@ -39,8 +41,8 @@ def make_pages() -> dict[str, str]:
         rows.append(f"| [`knn-moe {name}`]({name}.md) | {command.get_short_help_str(limit=200)} |")
     table = "\n".join(["| command | what it does |", "|---|---|", *rows])
     pages["index.md"] = (
-        f"{_NOTE}\n# Commands\n\nEvery command answers `--help`, exits with code 2 on an error that "
-        f"you can correct, and prints JSON with `--json` where a program may want to read it.\n\n"
+        f"{_NOTE}\n# Commands\n\nEvery command answers `--help`, exits with code 2 on an error "
+        f"that you can correct, and prints JSON with `--json` where programs may read it.\n\n"
         f"{table}\n"
     )
     return pages

@@ -69,6 +69,7 @@ def rewrite_links(text: str, folder: Path) -> str:
 def check_api(page: Path) -> None:
     """Raise PluginError unless `page` has every public name, each with a docstring."""
     import griffe
+
     import knn_moe
 
     listed = set(re.findall(r"^::: (\S+)", page.read_text(encoding="utf8"), flags=re.MULTILINE))

@@ -18,6 +18,8 @@ from helpers.families import FAMILIES
 from knn_moe import BuildConfig, Example, RoutingConfig, RoutingMemory, attach, build_memory
 from knn_moe.bench.models import number_tokenizer
 from knn_moe.build.build import BuildProgress
+from knn_moe.build.checkpoint import partial_folder
+from knn_moe.build.optimise import optimise_routing
 from knn_moe.config import PRESETS
 from knn_moe.errors import (
     BuildError,
@@ -25,9 +27,7 @@ from knn_moe.errors import (
     ReferenceSetError,
     UnsupportedModelError,
 )
-from knn_moe.routers.grouped_experts import use_grouped_experts, grouped_experts
-from knn_moe.build.optimise import optimise_routing
-from knn_moe.build.checkpoint import partial_folder
+from knn_moe.routers.grouped_experts import grouped_experts, use_grouped_experts
 
 TEXTS = make_texts(14)
 OWN_EXPERTS = {"llama4_text", "dbrx", "jetmoe", "longcat_flash"}  # not to be set

@@ -19,25 +19,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from knn_moe.reference.windows import ReferenceTokens, make_batch, plan_batches, read_tokens
-from knn_moe.config import BuildConfig
 from knn_moe.build.background_writer import BackgroundWriter
-from knn_moe.errors import BuildError, ModelTooLargeError, ReferenceSetError
-from knn_moe.routers.grouped_experts import use_grouped_experts
-from knn_moe.memory.manifest import MemoryManifest
-from knn_moe.routers.fingerprint import identify, identify_tokenizer
-from knn_moe.routers.intercept import hook_on
-from knn_moe.routers.model_state import forget_compiled_graphs
-from knn_moe.memory.memory import RoutingMemory
-from knn_moe.build.optimise import optimise_routing
-from knn_moe.routers.model_state import freeze
-from knn_moe.reference.examples import Example, ExampleLike, iter_examples
-from knn_moe.routers.find import Router, find_routers
-from knn_moe.routers.model_state import input_device, positions, unwrap
-from knn_moe.memory.files import refuse_existing
-from knn_moe.support.files import TemporaryFolder
 from knn_moe.build.checkpoint import BuildCheckpoint
+from knn_moe.build.optimise import optimise_routing
+from knn_moe.config import BuildConfig
+from knn_moe.errors import BuildError, ModelTooLargeError, ReferenceSetError
+from knn_moe.memory.files import refuse_existing
+from knn_moe.memory.manifest import MemoryManifest
+from knn_moe.memory.memory import RoutingMemory
 from knn_moe.memory.writer import LayerShape
+from knn_moe.reference.examples import Example, ExampleLike, iter_examples
+from knn_moe.reference.windows import ReferenceTokens, make_batch, plan_batches, read_tokens
+from knn_moe.routers.find import Router, find_routers
+from knn_moe.routers.fingerprint import identify, identify_tokenizer
+from knn_moe.routers.grouped_experts import use_grouped_experts
+from knn_moe.routers.intercept import hook_on
+from knn_moe.routers.model_state import (
+    forget_compiled_graphs,
+    freeze,
+    input_device,
+    positions,
+    unwrap,
+)
+from knn_moe.support.files import TemporaryFolder
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ import torch
 
 from knn_moe.errors import BuildError
 from knn_moe.memory.manifest import MemoryManifest
-from knn_moe.reference.provenance import Provenance
 from knn_moe.memory.writer import LayerShape, MemoryWriter
+from knn_moe.reference.provenance import Provenance
 
 
 def partial_folder(target: Path) -> Path:

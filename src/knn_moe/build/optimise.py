@@ -10,8 +10,7 @@ Knows tensors and routers; nothing of text, files or similarity.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -19,15 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from knn_moe.reference.windows import TokenBatch
-from knn_moe.routers.model_state import install_hooks
 from knn_moe.config import BuildConfig
-from knn_moe.routers.dense_gradients import dense_gradient
 from knn_moe.errors import RouterNotCalledError
-from knn_moe.routers.intercept import RouterHook
+from knn_moe.reference.windows import TokenBatch
+from knn_moe.routers.dense_gradients import dense_gradient
 from knn_moe.routers.find import Router
-
-
+from knn_moe.routers.intercept import RouterHook
+from knn_moe.routers.model_state import install_hooks
 
 
 @dataclass(frozen=True)
@@ -144,7 +141,3 @@ def summed_loss(model: nn.Module, batch: TokenBatch) -> Tensor:
     logits = output.logits[:, :-1]
     targets = batch.ids[:, 1:].masked_fill(~batch.scored[:, :-1], -100)
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
-
-
-
-
