@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,17 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from knn_moe.bench import floor, keys, search, steps
-from knn_moe.bench.floor import Rates, Reads, floor_seconds, reads_of
+from knn_moe.bench import floor, keys, steps, timing
+from knn_moe.bench.floor import Rates, Reads, count_reads, search_floor
 from knn_moe.bench.models import random_model
-from knn_moe.bench.search import describe, parse_index
+from knn_moe.bench.search import describe_index, parse_index
 from knn_moe.bench.steps import ALONE, StepBench, StepMeasure
 from knn_moe.cli.main import main
 from knn_moe.errors import ConfigError
 from knn_moe.index import FastIndex, IndexConfig, build_index
 from knn_moe.routers.find import find_routers
 from knn_moe.routers.intercept import hook_on
+from knn_moe.support.progress import OnProgress
 
 CPU = torch.device("cpu")
 LAYER = ("--keys", 2000, "--width", 64)
@@ -32,14 +33,12 @@ MODEL = ("--shape", "small", "--layers", 2, "--keys", 500, "--prefill", 32, "--b
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """As few rounds as there can be: no test looks at how long anything took."""
-    monkeypatch.setattr(search, "_SECONDS", 0)
-    monkeypatch.setattr(search, "_ROUNDS", (1, 1))
-    monkeypatch.setattr(floor, "_SECONDS", 0)
-    monkeypatch.setattr(floor, "_TRIES", 1)
-    monkeypatch.setattr(floor, "_COPIED", {"cpu": 1 << 20})
+    monkeypatch.setattr(timing, "_SECONDS", 0)
+    monkeypatch.setattr(timing, "_ROUNDS", (1, 1))
+    monkeypatch.setattr(floor, "_COPIED_BYTES", {"cpu": 1 << 20})
     monkeypatch.setattr(floor, "_SQUARE", {"cpu": 64})
     monkeypatch.setattr(steps, "_PROMPT", 4)
-    for name in ("_WARM", "_STEPS", "_ROUNDS", "_TRIES", "_TURNS"):
+    for name in ("_WARM_UP", "_STEPS", "_ROUNDS", "_TRIES", "_TURNS"):
         monkeypatch.setattr(steps, name, 1)
 
 
@@ -147,7 +146,7 @@ def test_memory_is_plotted_where_it_was_measured(tmp_path: Path) -> None:
     ("arguments", "says"),
     [
         (("--index", "quick"), "Unknown index 'quick'. Available: exact"),
-        (("--index", "fast,size=3"), "Unknown setting 'size' of index 'fast,size=3'."),
+        (("--index", "fast,size=3"), "Unknown index option 'size'."),
         (("--index", "fast,dims"), "dims of index 'fast,dims' must be a whole number, got ''."),
         (("--index", "fast,dims=x"), "must be a whole number, got 'x'"),
         (("--index", "fast,dims=65"), "dims of fast must be a multiple of 64, got 65."),
@@ -156,12 +155,12 @@ def test_memory_is_plotted_where_it_was_measured(tmp_path: Path) -> None:
         (("--index", "ivfpq,rerank=no"), "rerank takes no value"),
         (("--index", "fast,dims=64,dims=128"), "sets dims twice"),
         (("--index", ""), "Unknown index ''"),
-        (("--shape", "llama"), "Unknown shape 'llama'. Available: small"),
-        (("--shape", "small", "--layers", 0), "small has 1 to 6 layers, got 0."),
-        (("--shape", "small", "--layers", 7), "small has 1 to 6 layers, got 7."),
-        (("--shape", "small", "--grow", 7), "--grow is of use only without --shape."),
-        (("--layers", 1), "--layers is of use only with --shape."),
-        (("--no-compile",), "--no-compile is of use only with --shape."),
+        (("--shape", "llama"), "Unknown shape 'llama'."),
+        (("--shape", "small", "--layers", 0), "layers must be 1 to 6 for small, got 0."),
+        (("--shape", "small", "--layers", 7), "layers must be 1 to 6 for small, got 7."),
+        (("--shape", "small", "--grow", 7), "--grow has an effect only without --shape."),
+        (("--layers", 1), "--layers has an effect only with --shape."),
+        (("--no-compile",), "--no-compile has an effect only with --shape."),
         (("--keys", 0), "0 is not in the range"),
         (("--batch", 0), "0 is not in the range"),
         (("--plot", "picture.doc"), "A plot is written as .svg or .png, got 'picture.doc'."),
@@ -191,7 +190,7 @@ def test_without_matplotlib_nothing_is_measured(monkeypatch: pytest.MonkeyPatch)
 def test_what_was_measured_is_shown_when_the_rest_fails(
     error: BaseException | type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def measure(bench: StepBench, on_step: Callable[[str], None]) -> Iterator[StepMeasure]:
+    def measure(bench: StepBench, on_progress: OnProgress) -> Iterator[StepMeasure]:
         yield StepMeasure(
             what="prefill",
             index=ALONE,
@@ -210,7 +209,7 @@ def test_what_was_measured_is_shown_when_the_rest_fails(
 
 @pytest.mark.parametrize("spec", ["exact", "fast,dims=128,value_bits=4", "ivfpq,probes=64,rerank"])
 def test_an_index_is_read_as_it_is_shown(spec: str) -> None:
-    assert describe(parse_index(spec)) == spec
+    assert describe_index(parse_index(spec)) == spec
 
 
 def test_spaces_and_what_is_usual_anyway() -> None:
@@ -220,13 +219,15 @@ def test_spaces_and_what_is_usual_anyway() -> None:
 def test_floor_of_the_exact_search() -> None:
     """1,000 keys × 8 in fp32 are 32,000 bytes; a query takes 2 · 8,000 operations."""
     held = torch.zeros(1000, 8)
-    reads = reads_of(build_index(held, IndexConfig(), CPU), IndexConfig(), held, 1)
-    one = floor_seconds(reads, 1, Rates(32e3, 16e3))
+    reads = count_reads(build_index(held, IndexConfig(), CPU), IndexConfig(), held, 1)
+    one = search_floor(reads, 1, Rates(32e3, 16e3))
     assert (one.reading, one.arithmetic) == (1.0, 1.0)
-    many = floor_seconds(reads, 64, Rates(32e3, 16e3))
+    many = search_floor(reads, 64, Rates(32e3, 16e3))
     assert (many.reading, many.seconds, many.bound) == (1.0, 64.0, "sums")
-    assert floor_seconds(reads, 1, Rates(16e3, 16e3)).bound == "bytes"
-    half = reads_of(build_index(held, IndexConfig(), CPU), IndexConfig(kind="faiss-flat"), held, 1)
+    assert search_floor(reads, 1, Rates(16e3, 16e3)).bound == "bytes"
+    half = count_reads(
+        build_index(held, IndexConfig(), CPU), IndexConfig(kind="faiss-flat"), held, 1
+    )
     assert half.key_bytes == 16e3
 
 
@@ -234,9 +235,9 @@ def test_floor_of_lists() -> None:
     """A query looks into a quarter of 4,000 bytes; two look into 7/16 of them; many into all."""
     reads = Reads(4000, 8000, 0.25, other_bytes=100, other_numbers=50, query_bytes=10)
     rates = Rates(1.0, 1.0)
-    assert floor_seconds(reads, 1, rates) == (100 + 1000 + 10, 2 * (50 + 2000))
-    assert floor_seconds(reads, 2, rates) == (100 + 1750 + 20, 4 * (50 + 2000))
-    assert floor_seconds(reads, 1000, rates).reading == pytest.approx(100 + 4000 + 10_000)
+    assert search_floor(reads, 1, rates) == (100 + 1000 + 10, 2 * (50 + 2000))
+    assert search_floor(reads, 2, rates) == (100 + 1750 + 20, 4 * (50 + 2000))
+    assert search_floor(reads, 1000, rates).reading == pytest.approx(100 + 4000 + 10_000)
 
 
 def test_floor_of_fast_and_ivfpq() -> None:
@@ -245,13 +246,13 @@ def test_floor_of_fast_and_ivfpq() -> None:
     index = build_index(held, config, CPU)
     assert isinstance(index, FastIndex)
     lists = len(index.centres)
-    reads = reads_of(index, config, held, 1)
+    reads = count_reads(index, config, held, 1)
     assert reads.key_bytes == 2000 * (32 + 4)  # 64 numbers of four bits, and a norm
     assert reads.share == 2 / lists
     assert reads.other_bytes == 64 * 64 * 4 + lists * 64
     assert reads.query_bytes == 16 * 64 * 4
     config = IndexConfig(kind="ivfpq", probes=17)
-    reads = reads_of(build_index(held, config, CPU), config, held, 1)
+    reads = count_reads(build_index(held, config, CPU), config, held, 1)
     assert reads.key_bytes == 2000 * 8  # an eighth of the width, a byte each
     assert reads.share == 17 / 51  # lists of at least 39 keys
     assert reads.other_bytes == 4 * (64 * 8 + 51 * 8)
@@ -259,7 +260,7 @@ def test_floor_of_fast_and_ivfpq() -> None:
 
 def test_keys_are_the_models_own_router_inputs() -> None:
     model = random_model("small", CPU, torch.float32, layers=2)
-    memory = keys.own_memory(model, 700, lambda step: None)
+    memory = keys.record_memory(model, 700)
     routers = find_routers(model)
     assert all(hook_on(router) is None for router in routers)
     assert sorted(memory.layers) == [router.layer for router in routers]

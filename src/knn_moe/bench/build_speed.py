@@ -1,15 +1,16 @@
-"""How fast a memory is built, against the plain way, in one run.
+"""How fast a memory is built, against a plain implementation, in one run.
 
 The baseline is what one would write first: one sequence at a time, `eager` experts, the same
-optimisation. The model-only figure runs the library's own batches and throws the result away;
-end to end adds tokenising, streaming to disk, γ and checksums.
+optimisation. "Model only" runs the library's own batches and discards the result; "end to end" adds
+tokenising, writing to disk, γ and checksums.
 """
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,7 +20,8 @@ import torch
 from torch import nn
 
 from knn_moe.bench.models import SHAPES, number_tokenizer, random_model, random_texts
-from knn_moe.build.build import BuildProgress, build_memory
+from knn_moe.bench.timing import wait
+from knn_moe.build.build import build_memory
 from knn_moe.build.optimise import optimise_routing
 from knn_moe.config import BuildConfig
 from knn_moe.reference.examples import Example
@@ -27,11 +29,12 @@ from knn_moe.reference.windows import ReferenceTokens, make_batch, plan_batches,
 from knn_moe.routers.find import find_routers
 from knn_moe.routers.grouped_experts import use_grouped_experts
 from knn_moe.routers.model_state import freeze
+from knn_moe.support.progress import OnProgress, Progress, ignore_progress
 
 
 @dataclass(frozen=True)
 class BuildMeasure:
-    """One way of building: how much, how long, how much memory."""
+    """What was measured of one way to build."""
 
     way: str
     sequences: int
@@ -39,7 +42,7 @@ class BuildMeasure:
     seconds: float
     peak_gb: float
     disk_gb: float = 0.0
-    stages: dict[str, float] = field(default_factory=dict)  # of the seconds, where they went
+    stages: dict[str, float] = field(default_factory=dict)  # where the seconds went
 
     @property
     def tokens_per_second(self) -> float:
@@ -51,38 +54,44 @@ class BuildMeasure:
 
 @dataclass(frozen=True, kw_only=True)
 class BuildBench:
-    """What to measure."""
+    """A benchmark of building: what to measure."""
 
     shape: str = "small"
     sequences: int = 1000
     length: int = 32
-    plain_sequences: int = 20  # measured the plain way; the ratio is per token
+    plain_sequences: int = 20  # for the plain implementation; ratios are per token
     device: torch.device
     dtype: torch.dtype
     config: BuildConfig
-    folder: Path | None = None  # where memories are written, and deleted again
+    folder: Path | None = None  # where memories are written and deleted again
 
 
 def measure_build(
-    bench: BuildBench, growth: tuple[int, ...], on_step: Callable[[str], None]
+    bench: BuildBench, growth: tuple[int, ...], on_progress: OnProgress = ignore_progress
 ) -> list[BuildMeasure]:
-    """The plain way, the model alone, end to end, and end to end at growing sizes."""
+    """Measure the plain implementation, the model only, and end to end, also at other sizes."""
     model = random_model(bench.shape, bench.device, bench.dtype)
-    vocabulary = SHAPES[bench.shape][1]["vocab_size"]
+    vocabulary = SHAPES[bench.shape].vocabulary
     tokenizer = number_tokenizer(vocabulary)
     texts = random_texts(max(bench.sequences, *growth, 0), bench.length, vocabulary)
-    on_step("warm-up")
+    gpu = bench.device.type == "cuda"
+    counter, total = itertools.count(), 4 + gpu + len(growth)
+
+    def start(stage: str) -> None:
+        on_progress(Progress(stage, next(counter), total))
+
+    start("warm-up")
     _model_only(model, _read(texts[:64], tokenizer, bench.config), bench)
-    on_step("plain")
+    start("plain")
     results = [_plain(model, _read(texts[: bench.plain_sequences], tokenizer, bench.config), bench)]
     tokens = _read(texts[: bench.sequences], tokenizer, bench.config)
-    if bench.device.type == "cuda":
-        on_step("model only, transformers' experts")
+    if gpu:
+        start("model only, transformers' experts")
         results.append(_own_experts(model, tokens, bench))
-    on_step("model only")
+    start("model only")
     results.append(_model_only(model, tokens, bench))
     for count in (bench.sequences, *growth):
-        on_step(f"end to end, {count:,} sequences")
+        start(f"end to end, {count:,} sequences")
         results.append(_end_to_end(model, tokenizer, texts[:count], bench))
     return results
 
@@ -98,7 +107,7 @@ def _plain(model: Any, reference: ReferenceTokens, bench: BuildBench) -> BuildMe
 
 
 def _own_experts(model: nn.Module, reference: ReferenceTokens, bench: BuildBench) -> BuildMeasure:
-    """Our batches on transformers' own grouped experts: what experts.py is worth on a GPU."""
+    """Run our batches on transformers' own grouped experts."""
     batches = list(plan_batches(reference.lengths, bench.config.batch_tokens))
     return _optimise("model only, transformers' experts", model, reference, batches, bench)
 
@@ -128,22 +137,27 @@ def _optimise(
 def _end_to_end(
     model: nn.Module, tokenizer: Any, texts: list[str], bench: BuildBench
 ) -> BuildMeasure:
-    ends: dict[str, float] = {}
+    marks: dict[str, float] = {}
 
-    def note(progress: BuildProgress) -> None:
-        ends[progress.stage] = progress.seconds
+    def read() -> Iterator[str]:
+        yield from texts
+        marks["read"] = time.perf_counter()
+
+    def note(progress: Any) -> None:
+        if progress.stage.startswith("seal"):
+            marks.setdefault("optimise", time.perf_counter())
 
     with tempfile.TemporaryDirectory(dir=bench.folder) as scratch:
         target = Path(scratch) / "memory"
         with _stopwatch(bench.device) as watch:
             memory = build_memory(
-                model, tokenizer, texts, bench.config, folder=target, on_progress=note
+                model, tokenizer, read(), bench.config, folder=target, on_progress=note
             )
         size = memory.nbytes / 1e9
     stages = {
-        "read": watch.seconds - ends["done"],
-        "optimise and write": ends["seal"],
-        "seal": ends["done"] - ends["seal"],
+        "read": marks["read"] - watch.start,
+        "optimise and write": marks["optimise"] - marks["read"],
+        "seal": watch.start + watch.seconds - marks["optimise"],
     }
     way = "end to end, memory on disk"
     measured = (len(memory), watch.seconds, watch.peak_gb, size, stages)
@@ -157,31 +171,30 @@ def _read(texts: list[str], tokenizer: Any, config: BuildConfig) -> ReferenceTok
 
 @dataclass
 class _Watch:
+    start: float = 0.0
     seconds: float = 0.0
     peak_gb: float = 0.0
 
 
 @contextmanager
 def _stopwatch(device: torch.device) -> Iterator[_Watch]:
-    """Wall time between synchronised ends, and peak memory: the device's, or the process's."""
+    """Measure wall time, and peak memory of the GPU or of the process."""
     watch = _Watch()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        torch.cuda.synchronize(device)
     else:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # forget the peak so far
-    start = time.perf_counter()
+    wait(device)
+    watch.start = time.perf_counter()
     yield watch
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        watch.peak_gb = torch.cuda.max_memory_allocated(device) / 1e9
-    else:
-        watch.peak_gb = _peak_resident() / 1e9
-    watch.seconds = time.perf_counter() - start
+    wait(device)
+    watch.seconds = time.perf_counter() - watch.start
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _peak_resident()
+    watch.peak_gb = peak / 1e9
 
 
 def _peak_resident() -> int:
-    """Bytes, mapped pages of the memory's own files included."""
+    """Return bytes, including mapped pages of the memory's own files."""
     status = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     line = next(line for line in status if line.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024

@@ -1,14 +1,12 @@
-"""Keys to measure search on; never for quality on text.
+"""Keys to measure the search on; never for quality on text.
 
 For a layer alone they are made up: points around centres, with a spectrum that falls as a power, so
-that what a projection keeps and what a partition finds is neither everything nor nothing. For a
-running model they are its own router inputs on random tokens: what it then asks is spread alike.
+that a projection keeps, and a partition finds, neither everything nor nothing. For a running model
+they are its own router inputs on random tokens, which its later queries resemble.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -20,20 +18,22 @@ from knn_moe.memory.memory import LayerMemory, RoutingMemory
 from knn_moe.reference.provenance import Provenance
 from knn_moe.routers.find import Router, find_routers
 from knn_moe.routers.fingerprint import identify
-from knn_moe.routers.intercept import Callback, RouterHook
+from knn_moe.routers.intercept import RouterHook
+from knn_moe.routers.model_state import install_hooks
+from knn_moe.support.progress import OnProgress, Progress, ignore_progress
 
 _CENTRES: Final = 2000
-_SPREAD: Final = 0.7  # around a centre, against one between centres
+_SPREAD: Final = 0.7  # around a centre; centres are spread by one
 _BLOCK: Final = 1 << 14
-_WINDOW: Final = 512  # random tokens that are read together
-_WINDOWS: Final = 16  # at a time: 8,192 tokens
-_NOISE: Final = 0.1  # of a value, against the router's own logits
+_WINDOW: Final = 512  # random tokens in a sequence
+_WINDOWS: Final = 16  # sequences in a batch
+_NOISE: Final = 0.1  # added to the router's own logits
 
 
 def made_up_keys(
     count: int, width: int, *, seed: int, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    """Shape [count, width]. One seed's centres serve all: only the points differ."""
+    """Draw keys around centres. Every seed has the same centres. Shape [count, width]."""
     fixed = torch.Generator(device=device).manual_seed(0)
     centres = torch.randn(_CENTRES, width, generator=fixed, device=device)
     scale = torch.arange(1, width + 1, device=device).float() ** -0.5
@@ -48,7 +48,7 @@ def made_up_keys(
 
 
 def made_up_layer(keys: Tensor, experts: int) -> LayerMemory:
-    """A layer of these keys, with values at random and a γ that suits their distances."""
+    """Return a layer of these keys [M, d], with random values and a γ that suits the distances."""
     draw = torch.Generator(device=keys.device).manual_seed(0)
     values = torch.randn(len(keys), experts, generator=draw, device=keys.device)
     sample = keys[:1024].float()
@@ -57,19 +57,21 @@ def made_up_layer(keys: Tensor, experts: int) -> LayerMemory:
 
 
 @torch.no_grad()
-def own_memory(model: Any, count: int, on_step: Callable[[str], None]) -> RoutingMemory:
-    """What `model`'s routers see of random tokens, with about the logits they gave it.
+def record_memory(
+    model: Any, count: int, on_progress: OnProgress = ignore_progress
+) -> RoutingMemory:
+    """Record what the model's routers see on random tokens, with logits close to their own.
 
-    `count` cases a layer, on the CPU: only what is attached lies on the device.
+    The memory has `count` cases for each layer, on the CPU.
     """
     routers = find_routers(model)
     begin = torch.cat([torch.arange(0, count, _WINDOW), torch.tensor([count])])
     draw = torch.Generator().manual_seed(1)
     tokens = torch.randint(3, model.config.vocab_size, (len(begin) - 1, _WINDOW), generator=draw)
-    rows = {router.layer: _Rows(router, count) for router in routers}
-    with _watched(routers, {layer: part.take for layer, part in rows.items()}):
+    cases = {router.layer: _LayerCases(router, count) for router in routers}
+    with install_hooks([RouterHook(router, cases[router.layer].add) for router in routers]):
         for at, windows in enumerate(tokens.split(_WINDOWS)):
-            on_step(f"keys: {at * _WINDOWS * _WINDOW:,} of {count:,}")
+            on_progress(Progress("reading random tokens", at * _WINDOWS * _WINDOW, count))
             model(windows.to(model.device), use_cache=False, logits_to_keep=1)
     window = torch.arange(len(begin) - 1, dtype=torch.int32)
     stream = tokens.flatten()[:count].int()
@@ -78,24 +80,24 @@ def own_memory(model: Any, count: int, on_step: Callable[[str], None]) -> Routin
     )
     example, case = provenance.example, provenance.prefix_hash()
     layers = {}
-    for layer, part in rows.items():
-        on_step(f"γ of layer {layer}")
+    for done, (layer, part) in enumerate(cases.items()):
+        on_progress(Progress("estimating γ of each layer", done, len(cases)))
         gamma = estimate_gamma(part.keys, example, case, model.device)
         layers[layer] = LayerMemory(part.keys, part.values, gamma)
     manifest = MemoryManifest(base_model=identify(model, routers))
     return RoutingMemory(layers=layers, provenance=provenance, manifest=manifest)
 
 
-class _Rows:
-    """One layer's cases, filled call by call."""
+class _LayerCases:
+    """One layer's cases, added call by call until there are `count`."""
 
     def __init__(self, router: Router, count: int) -> None:
         self.keys = torch.empty(count, router.hidden_size, dtype=router.weight.dtype)
         self.values = torch.empty(count, router.num_experts)
         self.filled = 0
 
-    def take(self, inputs: Tensor, logits: Tensor) -> Tensor:
-        """Shapes: inputs [T, d]; logits [T, N], given back as they are."""
+    def add(self, inputs: Tensor, logits: Tensor) -> Tensor:
+        """Return the logits unchanged. Shapes: inputs [T, d]; logits [T, N]."""
         place = slice(self.filled, self.filled + len(inputs))
         room = len(self.keys[place])
         self.keys[place] = inputs[:room].to(self.keys.dtype).cpu()
@@ -103,16 +105,3 @@ class _Rows:
         self.values[place] = (own + _NOISE * torch.randn_like(own)).cpu()
         self.filled += room
         return logits
-
-
-@contextmanager
-def _watched(routers: list[Router], callbacks: Mapping[int, Callback]) -> Iterator[None]:
-    """While inside, each router's inputs and logits go to its layer's callback."""
-    handles: list[Any] = []
-    try:
-        for router in routers:
-            handles += RouterHook(router, callbacks[router.layer]).install()
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -1,25 +1,42 @@
 """Models to measure on: published shapes with random weights. Speed and memory only, never quality.
 
-Token ids stand for themselves: the tokenizer's vocabulary is the numbers.
+Their tokenizer knows numbers only: each is the token with that id.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import transformers
 from torch import nn
 
-from knn_moe.errors import ConfigError
+from knn_moe.support.registry import Registry
 
 _SPECIAL: Final[Mapping[str, int]] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
-# Architecture and the fields of its published config that decide its shape.
-SHAPES: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
-    "small": (
+
+class ModelShape(NamedTuple):
+    """An architecture, and the fields of its published config that decide its size."""
+
+    architecture: str
+    fields: Mapping[str, Any]
+
+    @property
+    def depth(self) -> int:
+        depth: int = self.fields["num_hidden_layers"]
+        return depth
+
+    @property
+    def vocabulary(self) -> int:
+        vocabulary: int = self.fields["vocab_size"]
+        return vocabulary
+
+
+_PUBLISHED: Final = {
+    "small": ModelShape(
         "Olmoe",
         {
             "vocab_size": 4096,
@@ -32,7 +49,7 @@ SHAPES: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
             "num_experts_per_tok": 4,
         },
     ),
-    "olmoe-1b-7b": (
+    "olmoe-1b-7b": ModelShape(
         "Olmoe",
         {
             "vocab_size": 50304,
@@ -45,7 +62,7 @@ SHAPES: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
             "num_experts_per_tok": 8,
         },
     ),
-    "gpt-oss-20b": (
+    "gpt-oss-20b": ModelShape(
         "GptOss",
         {
             "vocab_size": 201088,
@@ -60,7 +77,7 @@ SHAPES: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
             "sliding_window": 128,
         },
     ),
-    "qwen3-30b-a3b": (
+    "qwen3-30b-a3b": ModelShape(
         "Qwen3Moe",
         {
             "vocab_size": 151936,
@@ -77,15 +94,24 @@ SHAPES: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
         },
     ),
 }
+SHAPES: Final[Registry[ModelShape]] = Registry("shape", _PUBLISHED)
 
 
 def random_model(
     shape: str, device: torch.device, dtype: torch.dtype, *, layers: int | None = None
 ) -> nn.Module:
-    """The shape's architecture with random weights, made where it will run; `layers`: its first."""
-    if shape not in SHAPES:
-        raise ConfigError(f"Unknown shape {shape!r}. Available: {', '.join(SHAPES)}.")
-    name, fields = SHAPES[shape]
+    """Make a model of a published shape with random weights, on the device where it will run.
+
+    Args:
+        shape: A name in SHAPES.
+        device: Where the model is made.
+        dtype: The dtype of its weights.
+        layers: How many of its layers to make; None: all.
+
+    Raises:
+        ConfigError: There is no such shape.
+    """
+    name, fields = SHAPES.find(shape)
     depth = {} if layers is None else {"num_hidden_layers": layers}
     config = getattr(transformers, f"{name}Config")(**{**fields, **_SPECIAL, **depth})
     build: Callable[[Any], nn.Module] = getattr(transformers, f"{name}ForCausalLM")
@@ -100,7 +126,7 @@ def random_model(
 
 
 def number_tokenizer(vocabulary: int) -> Any:
-    """A real tokenizer for which the text "17 4 9" is the ids 17, 4, 9."""
+    """Return a real tokenizer for which the text "17 4 9" is the ids 17, 4, 9."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = {"<pad>": 0, **{str(number): number for number in range(1, vocabulary)}}
@@ -111,7 +137,7 @@ def number_tokenizer(vocabulary: int) -> Any:
 
 
 def random_texts(count: int, length: int, vocabulary: int) -> list[str]:
-    """`count` texts of `length` tokens each."""
+    """Return `count` texts of `length` tokens each."""
     draw = random.Random(0)
     return [
         " ".join(str(draw.randrange(3, vocabulary)) for _ in range(length)) for _ in range(count)

@@ -1,4 +1,4 @@
-"""A retrieval benchmark as one picture. The only file that imports matplotlib, and only then.
+"""Plots of a retrieval benchmark. Imports matplotlib only when it draws.
 
 A layer alone: time against keys, both on log scales. A running model: what each index adds to a
 step, in percent.
@@ -23,16 +23,21 @@ _GROUP: Final = 0.8  # of the way from one group of bars to the next
 
 
 def check_plot(path: Path) -> None:
-    """Refuse what could not be written, before anything is measured."""
+    """Check that a plot can be written, before anything is measured.
+
+    Raises:
+        ConfigError: The format is unknown, or the folder does not exist.
+        MissingDependencyError: matplotlib is not installed.
+    """
     if path.suffix.lower() not in _FORMATS:
         raise ConfigError(f"A plot is written as {' or '.join(_FORMATS)}, got {path.name!r}.")
     if not path.absolute().parent.is_dir():
-        raise ConfigError(f"There is no folder {str(path.parent)!r} for the plot: make it first.")
+        raise ConfigError(f"There is no folder {str(path.parent)!r} for the plot. Create it first.")
     _new_figure(1.0, 1.0)
 
 
 def plot_search(rows: Sequence[SearchMeasure], path: Path) -> None:
-    """µs against keys: a colour for each index, a line style for each batch."""
+    """Plot µs against keys: a colour for each index, a line style for each batch size."""
     indexes = list(dict.fromkeys(row.index for row in rows))
     batches = list(dict.fromkeys(row.batch for row in rows))
     sizes = sorted({row.keys for row in rows})
@@ -62,8 +67,8 @@ def plot_search(rows: Sequence[SearchMeasure], path: Path) -> None:
 
 
 def plot_steps(rows: Sequence[StepMeasure], path: Path) -> None:
-    """Percent over the model alone: a group of bars for each step and for memory."""
-    added = _added(rows)
+    """Plot percent over the model alone: a group of bars for each step and for memory."""
+    added = _percent_added(rows)
     indexes = list(dict.fromkeys(index for _, index in added))
     groups = list(dict.fromkeys(what for what, _ in added))
     figure, axes = _new_figure(max(6.0, 1.8 * len(groups)), 4.0)
@@ -91,8 +96,8 @@ def plot_steps(rows: Sequence[StepMeasure], path: Path) -> None:
     _save(figure, path)
 
 
-def _added(rows: Sequence[StepMeasure]) -> dict[tuple[str, str], float]:
-    """Percent by step and index; memory, where it was measured, comes last."""
+def _percent_added(rows: Sequence[StepMeasure]) -> dict[tuple[str, str], float]:
+    """Return percent by step and index; memory, where it was measured, comes last."""
     others = [row for row in rows if row.index != ALONE]
     steps = {(row.what, row.index): 100 * (row.times_alone - 1) for row in others}
     memory = {

@@ -1,6 +1,6 @@
-"""How long a layer's recall takes, by index, size and batch, against the exact search, in one run.
+"""How long one layer's recall takes, by index, size and batch, against the exact search in one run.
 
-A layer alone, from router input to mixed logits. On a GPU the calls are replayed from a CUDA graph
+It is measured from router input to mixed logits. On a GPU the calls are replayed from a CUDA graph
 where they can be captured, over several layers in turn, so that neither launching nor a warm cache
 is measured.
 """
@@ -8,47 +8,47 @@ is measured.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from knn_moe.bench.floor import Rates, Reads, floor_seconds, measure_rates, reads_of, wait
+from knn_moe.bench.floor import Rates, count_reads, measure_rates, search_floor
 from knn_moe.bench.keys import made_up_keys, made_up_layer
+from knn_moe.bench.timing import quickest, wait
 from knn_moe.config import RoutingConfig
 from knn_moe.errors import ConfigError, MissingDependencyError
 from knn_moe.index import IndexConfig, build_index
 from knn_moe.memory.memory import LayerMemory
 from knn_moe.recall.recall import LayerRecall, Widths
+from knn_moe.support.progress import OnProgress, Progress, ignore_progress
+from knn_moe.support.registry import unknown_name
 
 EXACT: Final = IndexConfig()
-_HELD: Final = 2e8  # bytes of indexes in turn, at the least: more than a cache holds
+_HELD_BYTES: Final = 2e8  # of the indexes searched in turn: more than a cache holds
 _MOST_LAYERS: Final = 8
-_ASKED: Final = 512  # queries that recall is measured on
-_SECONDS: Final = 1.0  # that calls are timed for
-_ROUNDS: Final = (5, 200)  # of all calls, at the least and at the most
+_QUERIES: Final = 512  # that recall is measured on
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchBench:
-    """What to measure."""
+    """A benchmark of one layer's recall: what to measure."""
 
     width: int = 512
     experts: int = 64
     sizes: tuple[int, ...] = (100_000,)  # keys
     batches: tuple[int, ...] = (1, 64)
     k: int = 1
-    indexes: tuple[IndexConfig, ...]  # beside the exact one, which is always measured
+    indexes: tuple[IndexConfig, ...]  # besides the exact one, which is always measured
     device: torch.device
     dtype: torch.dtype
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchMeasure:
-    """One index at one size, for one batch."""
+    """What was measured of one index at one size, for one batch."""
 
     index: str
     keys: int
@@ -56,11 +56,11 @@ class SearchMeasure:
     microseconds: float
     exact_microseconds: float  # of the exact search, for the same
     floor_microseconds: float
-    bound: str  # what the floor comes from: bytes or sums
+    bound: str  # what decides the floor: bytes or sums
     recall: float  # of the exact search's nearest
-    bytes_per_key: float  # of the index, without values
+    bytes_per_key: float  # without values
     build_seconds: float
-    rates: Rates  # of this machine, that the floor is worked out from
+    rates: Rates  # of this machine, which the floor follows from
 
     @property
     def times_exact(self) -> float:
@@ -69,7 +69,7 @@ class SearchMeasure:
 
     @property
     def times_floor(self) -> float:
-        """How many times slower than it could be."""
+        """How many times slower than the floor."""
         return self.microseconds / self.floor_microseconds
 
     def to_dict(self) -> dict[str, Any]:
@@ -77,32 +77,36 @@ class SearchMeasure:
         return {**asdict(self), **ratios, "rates": self.rates._asdict()}
 
 
-def measure_search(bench: SearchBench, on_step: Callable[[str], None]) -> Iterator[SearchMeasure]:
-    """The exact search, then every other index, for every batch, size by size."""
-    on_step("what this machine can do")
+def measure_search(
+    bench: SearchBench, on_progress: OnProgress = ignore_progress
+) -> Iterator[SearchMeasure]:
+    """Measure the exact search, then every other index, for every batch, size by size."""
+    indexes = list(dict.fromkeys((EXACT, *bench.indexes)))
+    done, total = 0, len(bench.sizes) * len(indexes)
+    on_progress(Progress("measuring this machine", done, total))
     rates = measure_rates(bench.device, bench.dtype)
+    place: dict[str, Any] = {"device": bench.device, "dtype": bench.dtype}
+    queries = made_up_keys(max(_QUERIES, *bench.batches), bench.width, seed=1, **place)
     for size in bench.sizes:
-        on_step(f"keys: {size:,}")
-        where: dict[str, Any] = {"device": bench.device, "dtype": bench.dtype}
-        asked = max(_ASKED, *bench.batches)
-        queries = made_up_keys(asked, bench.width, seed=1, **where)
-        layer = made_up_layer(made_up_keys(size, bench.width, seed=0, **where), bench.experts)
-        nearest: Tensor | None = None
-        exact: dict[int, float] = {}
-        for index in dict.fromkeys((EXACT, *bench.indexes)):
-            on_step(f"{describe(index)}, {size:,} keys: building")
-            built = _Built(layer, index, bench)
-            found = built.first.nearest(queries[:_ASKED])[1][:, 0]
-            nearest = found if nearest is None else nearest
-            recall = float((found == nearest).float().mean())
+        layer = made_up_layer(made_up_keys(size, bench.width, seed=0, **place), bench.experts)
+        exact_rows: Tensor | None = None
+        exact_seconds: dict[int, float] = {}
+        for index in indexes:
+            name = f"{describe_index(index)}, {size:,} keys"
+            on_progress(Progress(f"{name}: building", done, total))
+            indexed = _IndexedLayer(layer, index, bench)
+            rows = indexed.first.nearest(queries[:_QUERIES])[1][:, 0]
+            exact_rows = rows if exact_rows is None else exact_rows
+            recall = float((rows == exact_rows).float().mean())
             for batch in bench.batches:
-                on_step(f"{describe(index)}, {size:,} keys, batch {batch}")
-                spent = built.time(queries[:batch])
-                exact.setdefault(batch, spent)
-                yield built.measured(batch, spent, exact[batch], recall, rates)
+                on_progress(Progress(f"{name}, batch {batch}", done, total))
+                seconds = indexed.time(queries[:batch])
+                exact = exact_seconds.setdefault(batch, seconds)
+                yield indexed.measure(batch, seconds, exact, recall, rates)
+            done += 1
 
 
-class _Built:
+class _IndexedLayer:
     """An index of one layer, and on a GPU of more layers like it, to search in turn."""
 
     def __init__(self, layer: LayerMemory, index: IndexConfig, bench: SearchBench) -> None:
@@ -110,29 +114,35 @@ class _Built:
         started = time.perf_counter()
         self.first = _recall_of(layer, index, bench)
         wait(bench.device)
-        self.seconds = time.perf_counter() - started
-        self.reads: Reads = reads_of(self.first.index, index, layer.keys, bench.k)
+        self.build_seconds = time.perf_counter() - started
+        self.reads = count_reads(self.first.index, index, layer.keys, bench.k)
         self.keys = len(layer)
-        self.size = sum(tensor.nbytes for tensor in self.first.index.tensors().values())
+        self.nbytes = sum(tensor.nbytes for tensor in self.first.index.tensors().values())
         self.layers = [self.first]
         if bench.device.type == "cuda":
-            for shift in range(1, 1 + min(int(_HELD // self.size), _MOST_LAYERS - 1)):
+            for shift in range(1, 1 + min(int(_HELD_BYTES // self.nbytes), _MOST_LAYERS - 1)):
                 other = replace(layer, keys=layer.keys.roll(shift, 0))
                 self.layers.append(_recall_of(other, index, bench))
 
     def time(self, queries: Tensor) -> float:
-        """Seconds a call. Shapes: queries [batch, d]."""
+        """Return the seconds of a call. Shapes: queries [batch, d]."""
         logits = torch.randn(len(queries), self.bench.experts, device=self.bench.device)
         logits = logits.to(self.bench.dtype)
-        calls = [partial(layer, queries, logits) for layer in self.layers]
-        return time_calls(calls, self.bench.device)
 
-    def measured(
+        def call_all() -> None:
+            for layer in self.layers:
+                layer(queries, logits)
+
+        run = _capture(call_all) if self.bench.device.type == "cuda" else call_all
+        return quickest(run, self.bench.device) / len(self.layers)
+
+    def measure(
         self, batch: int, seconds: float, exact: float, recall: float, rates: Rates
     ) -> SearchMeasure:
-        floor = floor_seconds(self.reads, batch, rates)
+        """Put together what was measured for one batch size."""
+        floor = search_floor(self.reads, batch, rates)
         return SearchMeasure(
-            index=describe(self.index),
+            index=describe_index(self.index),
             keys=self.keys,
             batch=batch,
             microseconds=seconds * 1e6,
@@ -140,8 +150,8 @@ class _Built:
             floor_microseconds=floor.seconds * 1e6,
             bound=floor.bound,
             recall=recall,
-            bytes_per_key=self.size / self.keys,
-            build_seconds=self.seconds,
+            bytes_per_key=self.nbytes / self.keys,
+            build_seconds=self.build_seconds,
             rates=rates,
         )
 
@@ -151,28 +161,8 @@ def _recall_of(layer: LayerMemory, index: IndexConfig, bench: SearchBench) -> La
     return LayerRecall(layer, Widths.single(layer.gamma), config, bench.device)
 
 
-def time_calls(calls: Sequence[Callable[[], Any]], device: torch.device) -> float:
-    """Seconds a call, in the quickest of many rounds: others may have had the cores in the rest."""
-
-    def round_() -> None:
-        for call in calls:
-            call()
-
-    run = _captured(round_) if device.type == "cuda" else round_
-    spent: list[float] = []
-    least, most = _ROUNDS
-    end = time.perf_counter() + _SECONDS
-    while len(spent) < least or (time.perf_counter() < end and len(spent) < most):
-        wait(device)
-        started = time.perf_counter()
-        run()
-        wait(device)
-        spent.append((time.perf_counter() - started) / len(calls))
-    return min(spent)
-
-
-def _captured(work: Callable[[], None]) -> Callable[[], None]:
-    """Replays of a CUDA graph of `work`, or `work` itself where it cannot be captured."""
+def _capture(work: Callable[[], None]) -> Callable[[], None]:
+    """Return the replay of a CUDA graph of `work`, or `work` itself if it cannot be captured."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -189,40 +179,42 @@ def _captured(work: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
-def describe(index: IndexConfig) -> str:
-    """A kind, and what of it is not as usual, as `parse_index` reads it."""
-    usual = IndexConfig(kind=index.kind)
-    unusual = [
+def describe_index(index: IndexConfig) -> str:
+    """Return an index as `parse_index` reads it: its kind, and the options that are not default."""
+    default = IndexConfig(kind=index.kind)
+    options = [
         name if value is True else f"{name}={value}"
         for name, value in index.to_dict().items()
-        if value != getattr(usual, name)
+        if value != getattr(default, name)
     ]
-    return ",".join([index.kind, *unusual])
+    return ",".join([index.kind, *options])
 
 
 def parse_index(spec: str) -> IndexConfig:
-    """An index from words such as "fast,dims=128,value_bits=4" or "ivfpq,rerank"."""
+    """Read an index such as "fast,dims=128,value_bits=4" or "ivfpq,rerank".
+
+    Raises:
+        ConfigError: The kind or an option is unknown, given twice, or has a wrong value.
+    """
     kind, *parts = (part.strip() for part in spec.split(","))
     names = [field.name for field in fields(IndexConfig) if field.name != "kind"]
     options: dict[str, Any] = {}
     for part in parts:
         name, _, text = (word.strip() for word in part.partition("="))
         if name not in names:
-            raise ConfigError(
-                f"Unknown setting {name!r} of index {spec!r}. Available: {', '.join(names)}."
-            )
+            raise ConfigError(unknown_name("index option", name, names))
         if name in options:
             raise ConfigError(f"The index {spec!r} sets {name} twice.")
         if name == "rerank" and "=" in part:
-            raise ConfigError(f"rerank takes no value, got {part!r}: leave it out for none.")
+            raise ConfigError(f"rerank takes no value, got {part!r}. Leave it out to turn it off.")
         if name != "rerank" and not text.isdecimal():
             raise ConfigError(f"{name} of index {spec!r} must be a whole number, got {text!r}.")
         options[name] = True if name == "rerank" else int(text)
     return IndexConfig(kind=kind, **options)
 
 
-def why_missing(kind: str) -> str | None:
-    """What this kind of index lacks here, and the cure; None where it works."""
+def missing_dependency(kind: str) -> str | None:
+    """Return what this kind of index needs and is not installed; None if it works."""
     try:
         build_index(torch.eye(2, 8), IndexConfig(kind=kind), torch.device("cpu"))
     except MissingDependencyError as error:

@@ -1,7 +1,9 @@
-"""`knn-moe bench`: speed, against a named baseline, in one run."""
+"""`knn-moe bench`: measure speed against a named baseline, in one run."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,13 +18,14 @@ if TYPE_CHECKING:
     from knn_moe.bench.search import SearchBench, SearchMeasure
     from knn_moe.bench.steps import StepBench, StepMeasure
     from knn_moe.index import IndexConfig
+    from knn_moe.support.progress import OnProgress, Progress
 
 _LAYER_INDEXES: Final = (
     "exact", "faiss-flat", "ivfpq", "ivfpq,rerank", "fast", "fast,dims=64,rerank",
 )  # fmt: skip
 _MODEL_INDEXES: Final = ("exact", "fast", "ivfpq")
-_LAYER_ONLY: Final = ("width", "grow")  # options that mean nothing with --shape
-_MODEL_ONLY: Final = ("layers", "prefill", "no_compile")  # and without
+_LAYER_ONLY: Final = ("width", "grow")  # options without effect if --shape is given
+_MODEL_ONLY: Final = ("layers", "prefill", "no_compile")  # and if it is not
 
 dtype_option = click.option(
     "--dtype",
@@ -44,24 +47,48 @@ def command() -> None:
 
 
 @command.command()
-@click.option("--shape", default="small", show_default=True, help="Published shape to build.")
-@click.option("--sequences", type=click.IntRange(min=1), default=1000, show_default=True)
-@click.option("--length", type=click.IntRange(min=2), default=32, show_default=True)
-@click.option("--plain-sequences", type=click.IntRange(min=1), default=20, show_default=True)
-@click.option("--batch-tokens", type=click.IntRange(min=1), default=8192, show_default=True)
+@click.option("--shape", default="small", show_default=True, help="Published shape of the model.")
+@click.option(
+    "--sequences",
+    type=click.IntRange(min=1),
+    default=1000,
+    show_default=True,
+    help="Sequences to build a memory of.",
+)
+@click.option(
+    "--length",
+    type=click.IntRange(min=2),
+    default=32,
+    show_default=True,
+    help="Tokens in a sequence.",
+)
+@click.option(
+    "--plain-sequences",
+    type=click.IntRange(min=1),
+    default=20,
+    show_default=True,
+    help="Sequences for the plain implementation, which is slow.",
+)
+@click.option(
+    "--batch-tokens",
+    type=click.IntRange(min=1),
+    default=8192,
+    show_default=True,
+    help="Tokens in a batch.",
+)
 @click.option(
     "--grow",
     default=(2000, 4000, 8000),
     type=click.IntRange(min=0),
     multiple=True,
     show_default=True,
-    help="More sequences, end to end; 0 for none.",
+    help="Also build end to end with this many sequences; 0: no more. May be repeated.",
 )
 @dtype_option
 @click.option(
     "--folder",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Where memories are written, and deleted again.",
+    help="Folder in which memories are written and deleted again.",
 )
 @device_option
 @json_option
@@ -73,14 +100,14 @@ def build(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """How fast a memory is built, against the plain way of building it.
+    """Measure how fast a memory is built, against a plain implementation.
 
     \b
     knn-moe bench build
     knn-moe bench build --sequences 200 --grow 0
     knn-moe bench build --shape olmoe-1b-7b --length 200 --grow 0 --batch-tokens 12800
 
-    Weights are random: the shapes are published models', their quality is not.
+    The models have published shapes and random weights, so only speed is measured, not quality.
     """
     from knn_moe.bench.build_speed import BuildBench, measure_build
     from knn_moe.config import BuildConfig
@@ -92,13 +119,23 @@ def build(
         config=BuildConfig(batch_tokens=batch_tokens),
         **options,
     )
-    with log.status("") as status:
-        sizes = tuple(size for size in grow if size)
-        results = measure_build(bench, sizes, lambda step: status.update(step))
+    with _show_progress() as on_progress:
+        results = measure_build(bench, tuple(size for size in grow if size), on_progress)
     if as_json:
         print_json([result.to_dict() for result in results])
     else:
         _show_build(bench, results)
+
+
+@contextmanager
+def _show_progress() -> Iterator[OnProgress]:
+    """Show the current stage on stderr."""
+    with log.status("") as status:
+
+        def show(progress: Progress) -> None:
+            status.update(f"{progress.stage} ({progress.done:,} of {progress.total:,} done)")
+
+        yield show
 
 
 def _show_build(bench: BuildBench, results: list[BuildMeasure]) -> None:
@@ -125,18 +162,22 @@ def _show_build(bench: BuildBench, results: list[BuildMeasure]) -> None:
 
 
 @command.command()
-@click.option("--shape", help="A running model of this shape, such as olmoe-1b-7b.")
-@click.option("--layers", type=int, help="Only the first so many, with --shape.")
+@click.option("--shape", help="Measure a running model of this shape, such as olmoe-1b-7b.")
+@click.option("--layers", type=int, help="Make only this many layers (with --shape).")
 @click.option(
-    "--keys", type=click.IntRange(min=1), help="A layer. Default: 100,000; with --shape 200,000."
+    "--keys",
+    type=click.IntRange(min=1),
+    help="Keys in a layer. Default: 100,000, or 200,000 with --shape.",
 )
-@click.option("-k", type=click.IntRange(min=1), default=1, show_default=True, help="Neighbours.")
+@click.option(
+    "-k", type=click.IntRange(min=1), default=1, show_default=True, help="Neighbours to recall."
+)
 @click.option(
     "--index",
     "specs",
     multiple=True,
     metavar="SPEC",
-    help="Such as fast,dims=128,value_bits=4 or ivfpq,rerank,probes=64. May be repeated.",
+    help="An index, such as fast,dims=128,value_bits=4 or ivfpq,rerank. May be repeated.",
 )
 @click.option(
     "--batch",
@@ -145,35 +186,39 @@ def _show_build(bench: BuildBench, results: list[BuildMeasure]) -> None:
     multiple=True,
     default=(1, 64),
     show_default=True,
-    help="Queries, or sequences, at a time. May be repeated.",
+    help="Batch size: queries, or sequences with --shape. May be repeated.",
 )
 @click.option(
     "--prefill",
     type=click.IntRange(min=1),
     default=8192,
     show_default=True,
-    help="Tokens, with --shape.",
+    help="Tokens to prefill (with --shape).",
 )
-@click.option("--no-compile", is_flag=True, help="No compiled steps, with --shape.")
+@click.option("--no-compile", is_flag=True, help="Do not measure compiled steps (with --shape).")
 @click.option(
     "--width",
     type=click.IntRange(min=1),
     default=512,
     show_default=True,
-    help="Of a key, without --shape.",
+    help="Width of a key (without --shape).",
 )
 @click.option(
     "--grow",
     type=click.IntRange(min=1),
     multiple=True,
-    help="More sizes than --keys, without --shape. May be repeated.",
+    help="Also measure this many keys (without --shape). May be repeated.",
 )
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="An .svg or .png.")
+@click.option(
+    "--plot",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Draw a plot to this .svg or .png file.",
+)
 @dtype_option
 @device_option
 @json_option
 def retrieval(shape: str | None, plot: Path | None, as_json: bool, **options: Any) -> None:
-    """What recalling costs, by index: one layer alone, or a running model.
+    """Measure what recall costs with each index, for one layer or for a running model.
 
     \b
     knn-moe bench retrieval
@@ -182,15 +227,15 @@ def retrieval(shape: str | None, plot: Path | None, as_json: bool, **options: An
     knn-moe bench retrieval --shape olmoe-1b-7b
     knn-moe bench retrieval --shape small --layers 2 --keys 5000 --no-compile
 
-    A layer is compared with the exact search, and with the least time in which this machine could
-    read and multiply what the index must; a model with itself, without a memory. Weights are
-    random: the shapes are published models', their quality is not.
+    One layer is compared with the exact search, and with the shortest time in which this machine
+    could read and multiply what the index must. A running model is compared with itself without a
+    memory. It has a published shape and random weights, so only speed and memory are measured.
     """
     from knn_moe.bench.plot import check_plot, plot_search, plot_steps
     from knn_moe.bench.search import measure_search
     from knn_moe.bench.steps import measure_steps
 
-    _refuse_idle_options(shape)
+    _refuse_unused_options(shape)
     if plot is not None:
         check_plot(plot)
     bench: Any = _search_bench(**options) if shape is None else _step_bench(shape, **options)
@@ -198,28 +243,29 @@ def retrieval(shape: str | None, plot: Path | None, as_json: bool, **options: An
     measure, show, draw = layer if shape is None else (measure_steps, _show_steps, plot_steps)
     rows: list[Any] = []
     try:
-        with log.status("") as status:
-            for row in measure(bench, lambda step: status.update(step)):
+        with _show_progress() as on_progress:
+            for row in measure(bench, on_progress):
                 rows.append(row)
-    finally:  # what was measured is shown, whatever came after it
+    finally:  # an error or Ctrl-C does not lose what was measured
         if rows:
             if as_json:
-                _retrieval_json(bench, rows)
+                _print_retrieval(bench, rows)
             else:
                 show(bench, rows)
             if plot is not None:
                 draw(rows, plot)
 
 
-def _refuse_idle_options(shape: str | None) -> None:
-    """An option that would do nothing is a misunderstanding."""
+def _refuse_unused_options(shape: str | None) -> None:
+    """Refuse options that would have no effect."""
     from click.core import ParameterSource
 
     source = click.get_current_context().get_parameter_source
-    idle, way = (_MODEL_ONLY, "with") if shape is None else (_LAYER_ONLY, "without")
-    for name in idle:
+    unused, way = (_MODEL_ONLY, "with") if shape is None else (_LAYER_ONLY, "without")
+    for name in unused:
         if source(name) is not ParameterSource.DEFAULT:
-            raise click.UsageError(f"--{name.replace('_', '-')} is of use only {way} --shape.")
+            option = f"--{name.replace('_', '-')}"
+            raise click.UsageError(f"{option} has an effect only {way} --shape.")
 
 
 def _search_bench(
@@ -252,7 +298,7 @@ def _step_bench(
         **common,
     )
     if not compiled and not no_compile:
-        _note("No compiled steps: they are measured as CUDA graphs, which need a GPU.")
+        _note("Compiled steps are left out: they run as CUDA graphs, which need a GPU.")
     return bench
 
 
@@ -273,19 +319,23 @@ def _dtype(name: str | None, device: torch.device) -> torch.dtype:
 
 
 def _indexes(specs: tuple[str, ...], usual: tuple[str, ...]) -> tuple[IndexConfig, ...]:
-    """Those asked for, refused where a part is missing; else the usual ones that work here."""
-    from knn_moe.bench.search import describe, parse_index, why_missing
+    """Return the indexes of `specs`, or those of `usual` whose dependencies are installed.
+
+    Raises:
+        MissingDependencyError: One of `specs` needs a library that is not installed.
+    """
+    from knn_moe.bench.search import describe_index, missing_dependency, parse_index
     from knn_moe.errors import MissingDependencyError
 
     indexes = tuple(dict.fromkeys(parse_index(spec) for spec in specs or usual))
     kinds = dict.fromkeys(index.kind for index in indexes)
-    reasons = {kind: why for kind in kinds if (why := why_missing(kind)) is not None}
+    reasons = {kind: why for kind in kinds if (why := missing_dependency(kind)) is not None}
     if not reasons:
         return indexes
     reason = next(iter(reasons.values()))
     if specs:
         raise MissingDependencyError(reason)
-    names = [describe(index) for index in indexes if index.kind in reasons]
+    names = [describe_index(index) for index in indexes if index.kind in reasons]
     _note(f"Left out: {'; '.join(names)}. {reason}")
     return tuple(index for index in indexes if index.kind not in reasons)
 
@@ -324,14 +374,15 @@ def _show_search(bench: SearchBench, rows: list[SearchMeasure]) -> None:
     print_table(title, columns, cells)
     rates = rows[0].rates
     click.echo(
-        f"× exact: times as quick. Floor: the fewest bytes at {rates.bytes_per_second / 1e9:,.1f} "
-        f"GB/s (a large copy), or the sums at {rates.operations_per_second / 1e12:,.3g} TFLOP/s (a "
-        f"large product); × floor: times as slow."
+        f"× exact: how many times faster than the exact search. Floor: reading the fewest bytes at "
+        f"{rates.bytes_per_second / 1e9:,.1f} GB/s (a large copy), or the sums at "
+        f"{rates.operations_per_second / 1e12:,.3g} TFLOP/s (a large product). × floor: how many "
+        f"times slower than that."
     )
 
 
 def _short(number: float) -> str:
-    """Three digits at the least."""
+    """Return a number with at least three digits."""
     return f"{number:,.{2 if number < 10 else 1 if number < 100 else 0}f}"
 
 
@@ -340,7 +391,7 @@ def _show_steps(bench: StepBench, rows: list[StepMeasure]) -> None:
     from knn_moe.bench.steps import ALONE
 
     title = (
-        f"{bench.shape}, {bench.layers or bench.depth} layers, {bench.keys:,} keys a layer, "
+        f"{bench.shape}, {bench.depth} layers, {bench.keys:,} keys a layer, "
         f"{str(bench.dtype).removeprefix('torch.')}, K = {bench.k}, on {machine_name(bench.device)}"
     )
     steps = list(dict.fromkeys(row.what for row in rows))
@@ -359,19 +410,19 @@ def _show_steps(bench: StepBench, rows: list[StepMeasure]) -> None:
 
 
 def _over(ratio: float | None) -> str:
-    """What a ratio adds, in percent."""
+    """Return what a ratio adds, in percent."""
     return "-" if ratio is None else f"{100 * (ratio - 1):+.1f} %"
 
 
-def _retrieval_json(bench: Any, rows: list[Any]) -> None:
+def _print_retrieval(bench: Any, rows: list[Any]) -> None:
     from dataclasses import asdict
 
     from knn_moe.bench.floor import machine_name
-    from knn_moe.bench.search import describe
+    from knn_moe.bench.search import describe_index
     from knn_moe.memory.manifest import library_versions
 
     settings = asdict(bench) | {"device": str(bench.device), "dtype": str(bench.dtype)}
-    settings["indexes"] = [describe(index) for index in bench.indexes]
+    settings["indexes"] = [describe_index(index) for index in bench.indexes]
     print_json(
         {
             "machine": machine_name(bench.device),
