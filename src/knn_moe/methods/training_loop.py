@@ -1,51 +1,52 @@
-"""Fine-tuning on a reference set: its windows, their split, one run of training, a plain loop.
+"""Fine-tuning on a reference set: its split into two parts, the loss, and the training loop.
 
-A run is one learning rate for some epochs; after each the validation loss is taken, and the best
-weights are kept. Whoever trains (the loop here, or TRL: tuning.py) trains the same run: the same
-batches in the same order, the same optimiser, the same measure. Knows nothing of adapters.
+One training run is one learning rate for some epochs. The validation loss is measured after each
+epoch, and the weights of the best epoch are kept. This module does not know which parameters are
+trained: see sft.py and lora.py.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from knn_moe.build.build import reference_tokens
+from knn_moe.equations.losses import target_losses
 from knn_moe.errors import ConfigError, ReferenceSetError
 from knn_moe.methods.task_context import TaskContext
+from knn_moe.reference.windows import ReferenceTokens, TokenBatch, make_batch
 from knn_moe.routers.model_state import input_device
 
-IGNORED: Final = -100  # a label that does not count
-TRAINERS: Final = ("trl", "plain")
-Batch: TypeAlias = dict[str, Tensor]
+# How transformers marks a model on whose modules it has installed its recording hooks.
+_HOOKS_INSTALLED: Final = "_output_capturing_hooks_installed"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuneConfig:
-    """How weights are tuned. The defaults are the paper's (appendix, "Training Implementation
-    Details"); it does not say its learning rate, nor how gradients are clipped: as TRL does."""
+    """How weights are fine-tuned.
+
+    The defaults are the paper's (appendix, "Training Implementation Details"). The paper states
+    neither its learning rate nor how gradients are clipped.
+    """
 
     rank: int = 32
     alpha: int = 32
-    learning_rates: tuple[float, ...] | None = None  # tried on the validation split. None: three
-    extensions: int = 2  # rates tried beyond these, at the most, while the best is the outermost
+    learning_rates: tuple[float, ...] | None = None  # tried on the validation part; None: three
+    extensions: int = 2  # at most this many further rates, while the best is the outermost
     epochs: int = 3
     batch_size: int = 16
     weight_decay: float = 0.01
-    clip: float = 1.0  # of the gradient's norm
+    clip: float = 1.0  # the largest norm of the gradient
     validation: float = 0.15  # share of the reference set
-    seed: int | None = None  # None: the context's
-    trainer: str | None = None  # "trl" or "plain". None: TRL where it is installed
+    seed: int | None = None  # None: that of the TaskContext
 
     def __post_init__(self) -> None:
         for name in ("rank", "epochs", "batch_size"):
@@ -56,133 +57,110 @@ class TuneConfig:
         rates = self.learning_rates
         if rates is not None and (not rates or not all(0 < rate < math.inf for rate in rates)):
             raise ConfigError(f"learning_rates must be positive numbers, got {rates}.")
-        if self.trainer not in (None, *TRAINERS):
-            raise ConfigError(
-                f"Unknown trainer {self.trainer!r}. Available: {', '.join(TRAINERS)}."
-            )
-
-
-class Window(NamedTuple):
-    """Tokens to read, and each again where its loss counts, else IGNORED."""
-
-    ids: list[int]
-    labels: list[int]
 
 
 @dataclass(frozen=True)
-class Split:
-    """Windows to train on, and those that choose among what was trained."""
+class TrainingSplit:
+    """The windows to train on, and those that choose among what was trained, by their numbers."""
 
-    train: list[Window]
-    valid: list[Window]
+    tokens: ReferenceTokens = field(repr=False)
+    train: list[int]
+    validation: list[int]
 
-
-def split_reference(context: TaskContext, share: float, seed: int) -> Split:
-    """All windows of an example are on the same side: the rest of a text gives it away."""
-    examples = reference_windows(context)
-    if len(examples) < 2:
-        raise ReferenceSetError(
-            f"Fine-tuning needs 2 examples with an answer, one to validate; there are "
-            f"{len(examples)}. Raise the limit of the reference set."
-        )
-    order = random.Random(seed).sample(range(len(examples)), len(examples))
-    held = min(max(round(share * len(examples)), 1), len(examples) - 1)
-    valid, train = order[:held], order[held:]
-    return Split(
-        [window for place in sorted(train) for window in examples[place]],
-        [window for place in sorted(valid) for window in examples[place]],
-    )
+    def batch(self, windows: Sequence[int]) -> TokenBatch:
+        """Return the tokens of `windows`, padded on the right."""
+        return make_batch(self.tokens, list(windows))[0]
 
 
-def reference_windows(context: TaskContext) -> list[list[Window]]:
-    """By example, tokenised as a memory's are; the loss counts on completions, which a plain text
-    is from its second token on. Windows and examples on which nothing counts are left out."""
+def split_reference(context: TaskContext, share: float, seed: int) -> TrainingSplit:
+    """Split the reference set into windows for training and for validation.
+
+    Texts are tokenised as for a memory. The loss counts on completions; a plain text is one from
+    its second token on. Windows without such a token are left out. All windows of an example are in
+    the same part, because one part of a text gives the rest away.
+
+    Raises:
+        ReferenceSetError: Fewer than two examples have an answer.
+    """
     config = context.build_config(tokens="completion")
     tokens = reference_tokens(context.model, context.tokenizer, context.examples, config)
-    made: dict[int, list[Window]] = {}
-    owners = tokens.provenance.example_of_window.tolist()
-    for owner, (start, size, *_) in zip(owners, tokens.bounds, strict=True):
-        ids = tokens.provenance.stream[start : start + size]
-        counts = tokens.scored[start : start + size - 1]
-        if bool(counts.any()):
-            labels = ids[1:].masked_fill(~counts, IGNORED).tolist()
-            made.setdefault(owner, []).append(Window(ids.tolist(), [IGNORED, *labels]))
-    return list(made.values())
-
-
-def collate(windows: Sequence[Window]) -> Batch:
-    """Padded on the right, under a mask. Shapes: input_ids, attention_mask, labels [B, T]."""
-    longest = max(len(window.ids) for window in windows)
-    ids = torch.zeros(len(windows), longest, dtype=torch.int64)
-    labels = torch.full_like(ids, IGNORED)
-    mask = torch.zeros_like(ids)
-    for row, window in enumerate(windows):
-        size = len(window.ids)
-        ids[row, :size] = torch.tensor(window.ids)
-        labels[row, :size] = torch.tensor(window.labels)
-        mask[row, :size] = 1
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    by_example: dict[int, list[int]] = {}
+    for window, owner in enumerate(tokens.provenance.example_of_window.tolist()):
+        start, length, *_ = tokens.bounds[window]
+        if bool(tokens.scored[start : start + length].any()):
+            by_example.setdefault(owner, []).append(window)
+    examples = list(by_example.values())
+    if len(examples) < 2:
+        raise ReferenceSetError(
+            f"Fine-tuning needs at least 2 examples with an answer, one of them for validation, "
+            f"but there are {len(examples)}. Use a larger reference set."
+        )
+    order = random.Random(seed).sample(range(len(examples)), len(examples))
+    held_out = min(max(round(share * len(examples)), 1), len(examples) - 1)
+    validation, train = (
+        [window for place in sorted(places) for window in examples[place]]
+        for places in (order[:held_out], order[held_out:])
+    )
+    return TrainingSplit(tokens, train, validation)
 
 
 def balance_weight(model: nn.Module) -> float:
-    """What the load-balancing loss weighs in training: as the model's config says."""
+    """Return the weight of the load-balancing loss in training, as the model's config says."""
     config: Any = model.config
     return float(getattr(config.get_text_config(), "router_aux_loss_coef", 0.0) or 0.0)
 
 
-def training_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean loss of the tokens that count, and the load-balancing loss of all but padding."""
+def training_loss(model: nn.Module, batch: TokenBatch) -> Tensor:
+    """Return the mean loss of the scored tokens plus the weighted load-balancing loss."""
     weight = balance_weight(model)
-    output = _read(model, batch, output_router_logits=weight != 0)
-    loss = _answer_losses(output, batch).mean()
+    output = _run(model, batch, output_router_logits=weight != 0)
+    loss = _scored_losses(output.logits, batch).mean()
     return loss + weight * output.aux_loss.to(loss.device) if weight else loss
 
 
 @torch.no_grad()
-def validation_loss(model: nn.Module, windows: Sequence[Window], batch_size: int) -> float:
-    """Mean loss of the tokens that count; balancing does not."""
+def validation_loss(model: nn.Module, split: TrainingSplit, batch_size: int) -> float:
+    """Return the mean loss of the scored tokens of the validation part, without balancing."""
     total, count = 0.0, 0
-    by_length = sorted(windows, key=lambda window: len(window.ids))
+    windows = sorted(split.validation, key=lambda window: int(split.tokens.lengths[window]))
     for start in range(0, len(windows), batch_size):
-        batch = collate(by_length[start : start + batch_size])
-        losses = _answer_losses(_read(model, batch, output_router_logits=False), batch)
+        batch = split.batch(windows[start : start + batch_size])
+        losses = _scored_losses(_run(model, batch, output_router_logits=False).logits, batch)
         total += float(losses.double().sum())
         count += len(losses)
     return total / count
 
 
-def _read(model: nn.Module, batch: Batch, *, output_router_logits: bool) -> Any:
-    device = input_device(model)
-    ids, mask = batch["input_ids"].to(device), batch["attention_mask"].to(device)
-    # Asked for or not: by default a config decides, and not every model takes the word.
-    wish = {"output_router_logits": output_router_logits} if balance_weight(model) else {}
-    output: Any = model(input_ids=ids, attention_mask=mask, use_cache=False, **wish)
-    return output
+def _run(model: nn.Module, batch: TokenBatch, *, output_router_logits: bool) -> Any:
+    batch = batch.to(input_device(model))
+    # Said explicitly, since the config's default may differ; but not every model knows the option.
+    option = {"output_router_logits": output_router_logits} if balance_weight(model) else {}
+    return model(input_ids=batch.ids, attention_mask=batch.real.long(), use_cache=False, **option)
 
 
-def _answer_losses(output: Any, batch: Batch) -> Tensor:
-    """In fp32, of the tokens that count alone: logits are wide. Shape: [their number]."""
-    targets = batch["labels"][:, 1:].to(output.logits.device)
-    counts = targets != IGNORED
-    return F.cross_entropy(output.logits[:, :-1][counts].float(), targets[counts], reduction="none")
+def _scored_losses(logits: Tensor, batch: TokenBatch) -> Tensor:
+    """Return the losses [n] of the scored tokens; only their logits are widened to fp32."""
+    scored = batch.scored[:, :-1].to(logits.device)
+    targets = batch.ids[:, 1:].to(logits.device)[scored]
+    return target_losses(logits[:, :-1][scored][None], targets[None])[0]
 
 
-class Change(Protocol):
+class WeightChange(Protocol):
     """What becomes of one parameter."""
 
-    def onto(self, weight: Tensor) -> Tensor:
-        """The parameter as it is to be: its shape, dtype and device."""
+    def apply_to(self, weight: Tensor) -> Tensor:
+        """Return the new parameter, in the shape and dtype and on the device of `weight`."""
 
 
-Changes: TypeAlias = Mapping[str, Change]  # by the parameter's name
+WeightChanges: TypeAlias = Mapping[str, WeightChange]  # by the parameter's name
 
 
 @dataclass(frozen=True)
 class Trainable:
-    """A model some of whose parameters take gradients, and how what they became is taken down."""
+    """A model some of whose parameters take gradients, and how to copy what they have become."""
 
     model: nn.Module
-    changes: Callable[[], Changes]
+    changes: Callable[[], WeightChanges]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -190,60 +168,71 @@ class Trainable:
 
 
 @dataclass
-class Course:
-    """One run of training, and what came of it."""
+class TrainingRun:
+    """One learning rate, the losses of its steps and epochs, and the best epoch's weights."""
 
-    trainable: Trainable
-    split: Split
     rate: float
-    config: TuneConfig
-    seed: int
-    on_step: Callable[[int], None]  # epoch, from 1
-    losses: list[float] = field(default_factory=list)  # of each step, balancing included
+    parameters: int  # how many numbers are trained
+    losses: list[float] = field(default_factory=list)  # after each step, balancing included
     validation: list[float] = field(default_factory=list)  # after each epoch
-    best: Changes | None = None
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return math.ceil(len(self.split.train) / self.config.batch_size)
-
-    @property
-    def steps(self) -> int:
-        return self.steps_per_epoch * self.config.epochs
+    changes: WeightChanges | None = field(default=None, repr=False)  # of the best epoch
 
     @property
     def best_loss(self) -> float:
-        """Infinite where no epoch has a number."""
+        """The lowest validation loss; infinite if none is finite."""
         return min(filter(math.isfinite, self.validation), default=math.inf)
 
-    def order(self, epoch: int) -> list[int]:
-        """Places of the training windows in an epoch, from 0."""
-        count = len(self.split.train)
-        return random.Random(f"{self.seed} {epoch}").sample(range(count), count)
 
-    def optimiser(self) -> tuple[torch.optim.Optimizer, LambdaLR]:
-        """AdamW, whose rate falls in a line to nothing."""
-        optimiser = MasterAdamW(
-            self.trainable.parameters, lr=self.rate, weight_decay=self.config.weight_decay
-        )
-        return optimiser, LambdaLR(optimiser, lambda step: max(1 - step / self.steps, 0.0))
+def steps_per_epoch(split: TrainingSplit, config: TuneConfig) -> int:
+    """Return the number of optimiser steps in an epoch."""
+    return math.ceil(len(split.train) / config.batch_size)
 
-    def step_done(self, loss: float) -> None:
-        self.losses.append(loss)
-        self.on_step((len(self.losses) - 1) // self.steps_per_epoch + 1)
 
-    def epoch_done(self) -> None:
-        """Measure, and keep what is better than before."""
-        self.trainable.model.eval()
-        before = self.best_loss
-        model, valid = self.trainable.model, self.split.valid
-        self.validation.append(validation_loss(model, valid, self.config.batch_size))
-        if self.best_loss < before:
-            self.best = self.trainable.changes()
+def train(
+    trainable: Trainable,
+    split: TrainingSplit,
+    rate: float,
+    config: TuneConfig,
+    seed: int,
+    on_step: Callable[[int], None] = lambda epoch: None,
+) -> TrainingRun:
+    """Train with AdamW, whose learning rate falls linearly from `rate` to zero.
+
+    Args:
+        trainable: The model and which of its parameters change.
+        split: The windows to train on and to validate by.
+        rate: The first step's learning rate.
+        config: Epochs, batch size, weight decay and clipping.
+        seed: For the order of the windows, which differs between epochs.
+        on_step: Called with the epoch, counted from 1, after each step.
+    """
+    model, parameters = trainable.model, trainable.parameters
+    steps = config.epochs * steps_per_epoch(split, config)
+    optimiser = MasterAdamW(parameters, lr=rate, weight_decay=config.weight_decay)
+    schedule = LambdaLR(optimiser, lambda step: max(1 - step / steps, 0.0))
+    run = TrainingRun(rate, sum(parameter.numel() for parameter in parameters))
+    for epoch in range(config.epochs):
+        model.train()
+        windows = random.Random(f"{seed} {epoch}").sample(split.train, len(split.train))
+        for start in range(0, len(windows), config.batch_size):
+            loss = training_loss(model, split.batch(windows[start : start + config.batch_size]))
+            loss.backward()
+            nn.utils.clip_grad_norm_(parameters, config.clip)
+            optimiser.step()
+            schedule.step()
+            optimiser.zero_grad()
+            run.losses.append(float(loss.detach()))
+            on_step(epoch + 1)
+        model.eval()
+        validation = validation_loss(model, split, config.batch_size)
+        if validation < run.best_loss:
+            run.changes = trainable.changes()
+        run.validation.append(validation)
+    return run
 
 
 class MasterAdamW(torch.optim.AdamW):
-    """AdamW on fp32 copies of weights in another dtype: small steps are not lost in rounding."""
+    """AdamW on fp32 copies of weights in another dtype, so that rounding loses no small step."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], lr: float, weight_decay: float) -> None:
         self._rounded = [
@@ -269,54 +258,29 @@ class MasterAdamW(torch.optim.AdamW):
             parameter.grad = None
 
 
-def train_plainly(course: Course) -> None:
-    """Without TRL: the same course, in a few lines."""
-    model, train, size = course.trainable.model, course.split.train, course.config.batch_size
-    optimiser, schedule = course.optimiser()
-    for epoch in range(course.config.epochs):
-        model.train()
-        order = course.order(epoch)
-        for start in range(0, len(order), size):
-            loss = training_loss(
-                model, collate([train[place] for place in order[start : start + size]])
-            )
-            loss.backward()
-            nn.utils.clip_grad_norm_(course.trainable.parameters, course.config.clip)
-            optimiser.step()
-            schedule.step()
-            optimiser.zero_grad()
-            course.step_done(float(loss.detach()))
-        course.epoch_done()
-
-
 @contextmanager
-def rebuilt(model: nn.Module) -> Iterator[None]:
-    """Whatever is done to a model but to its weights is undone: wrapped modules, hooks (those of
-    transformers that record router logits stay on otherwise), methods and configs."""
-    modules = [(module, type(module), _contents(module)) for module in model.modules()]
-    holder: Any = model
-    parts = (holder.config, holder.config.get_text_config(), holder.generation_config)
-    configs = [(part, copy.deepcopy(vars(part))) for part in parts if part is not None]
+def restore_hooks_and_order(model: nn.Module) -> Iterator[None]:
+    """Undo on exit what neither transformers nor PEFT undoes.
+
+    transformers leaves the hooks that record router logits on the modules. PEFT's parametrisations
+    leave the parameters of a module in another order, which shows in the state_dict.
+    """
+    before = [
+        (
+            module,
+            list(module._parameters),
+            set(module._forward_hooks),
+            _HOOKS_INSTALLED in vars(module),
+        )
+        for module in model.modules()
+    ]
     try:
         yield
     finally:
-        for module, kind, contents in modules:
-            module.__class__ = kind
-            attributes = vars(module)
-            attributes.clear()
-            for name, (value, items) in contents.items():
-                attributes[name] = value
-                if items is not None:  # the very dict: handles of hooks refer to it
-                    value.clear()
-                    value.update(items)
-        for part, settings in configs:
-            vars(part).clear()
-            vars(part).update(settings)
-
-
-def _contents(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Attributes, and what is in those that are dicts: children, parameters, hooks."""
-    return {
-        name: (value, dict(value) if isinstance(value, dict) else None)
-        for name, value in vars(module).items()
-    }
+        for module, names, hooks, installed in before:
+            for name in names:
+                module._parameters[name] = module._parameters.pop(name)
+            for key in set(module._forward_hooks) - hooks:
+                del module._forward_hooks[key]
+            if not installed:
+                vars(module).pop(_HOOKS_INSTALLED, None)

@@ -37,7 +37,7 @@ OnStep: TypeAlias = Callable[[str, int, int], None]
 Load: TypeAlias = Callable[[str], tuple[Any, Any]]  # a name → a model and its tokenizer
 
 _STUDY: Final = "study.json"
-_MORE_LIBRARIES: Final = ("peft", "trl", "sentence-transformers", "faiss-cpu")
+_MORE_LIBRARIES: Final = ("peft", "sentence-transformers", "faiss-cpu")
 
 
 @dataclass
