@@ -40,10 +40,10 @@ def test_a_measurement_says_what_was_measured(measured: dict[str, Any]) -> None:
     ]
 
 
-def test_changes_are_against_the_model_alone(measured: dict[str, Any]) -> None:
-    alone = {row["domain"]: row for row in measured["table"] if row["way"] == "zero-shot"}
+def test_changes_are_against_zero_shot(measured: dict[str, Any]) -> None:
+    zero_shot = {row["domain"]: row for row in measured["table"] if row["way"] == "zero-shot"}
     for row in (*measured["table"], *measured["growth"]):
-        base = alone[row.get("domain", "medical")]
+        base = zero_shot[row.get("domain", "medical")]
         if row is base:
             assert row.keys() == {"domain", "way", "nll", "accuracy"}
             continue
@@ -54,7 +54,7 @@ def test_changes_are_against_the_model_alone(measured: dict[str, Any]) -> None:
             assert change["low"] <= change["difference"] <= change["high"]
 
 
-def test_the_model_alone_has_the_loss_it_had(
+def test_zero_shot_is_the_loss_of_the_model(
     measured: dict[str, Any], least_model: Any, small_tokenizer: Any, small_data: Path
 ) -> None:
     tokens = {
@@ -66,7 +66,7 @@ def test_the_model_alone_has_the_loss_it_had(
 
 
 def test_the_strong_memory_helps_and_the_control_does_not(measured: dict[str, Any]) -> None:
-    """Its text is much like the test's."""
+    """The reference text is much like the test text."""
     for domain in ("medical", "sql"):
         ways = {row["way"]: row["nll"] for row in measured["table"] if row["domain"] == domain}
         assert ways["strong"] < ways["zero-shot"] - 0.05
