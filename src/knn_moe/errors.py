@@ -1,55 +1,55 @@
-"""Every error a user can meet, as one tree.
+"""Every error that this library raises on purpose, as one tree.
 
 KnnMoeError
-├── ConfigError              a setting outside its range
-├── ReferenceSetError        the reference set cannot be read or holds nothing
-├── LabelError               prompts cannot be labelled, or a judge cannot be asked
-├── TaskError                no such benchmark, or not in the form one has
-│   └── TaskDataError            its rows cannot be had, or its reference is in its test
-├── RunError                 results of an evaluation cannot be written or read
+├── ConfigError              a value is outside its range
+├── ReferenceSetError        the reference set cannot be read, or is empty
+├── LabelError               prompts cannot be labelled, or the judge does not answer
+├── TaskError                there is no such task, or it is malformed
+│   └── TaskDataError            its data is not available, or its reference and test sets overlap
+├── RunError                 the results of an evaluation cannot be written or read
 ├── ModelError               the model cannot be loaded
-│   ├── UnsupportedModelError    it has no router this library can find or intercept
+│   ├── UnsupportedModelError    it has no router that this library can find or intercept
 │   └── ModelTooLargeError       it does not fit in memory
-├── MemoryFormatError        a folder that is no memory, or not a whole one
-├── MemoryMismatchError      a memory that belongs to another model, or to another memory
-├── BuildError               a build cannot start, or cannot go on
-├── CalibrationError         too little to calibrate on
-├── PruningError             nothing to prune by, or nothing left
-├── MissingDependencyError   an optional part is not installed
-└── AttachError              a memory cannot be put on a model
-    ├── RouterNotCalledError     a router was attached but the model went around it
-    └── NothingReadError         what the model read is not known, so it cannot be explained
+├── MemoryFormatError        a folder contains no memory, or a damaged one
+├── MemoryMismatchError      a memory belongs to another model, or two memories do not match
+├── BuildError               a build cannot start or continue
+├── CalibrationError         there are too few examples to calibrate on
+├── PruningError             cases cannot be scored, or none would be left
+├── MissingDependencyError   an optional package is not installed
+└── AttachError              a memory cannot be attached to a model
+    ├── RouterNotCalledError     the model ran without calling an attached router
+    └── NothingReadError         nothing was recorded, so there is nothing to explain
 
-Each message says what, the value seen, and the way out, in one sentence or two.
+Each message says what is wrong, the value that was seen, and what to do about it.
 """
 
 
 class KnnMoeError(Exception):
-    """Base class: catch this to catch everything this library raises on purpose."""
+    """Base class of all errors of this library."""
 
 
 class ConfigError(KnnMoeError, ValueError):
-    """A setting is outside its range."""
+    """A value is outside its range."""
 
 
 class ReferenceSetError(KnnMoeError, ValueError):
-    """The reference set cannot be read, or holds nothing."""
+    """The reference set cannot be read, or is empty."""
 
 
 class LabelError(KnnMoeError):
-    """Prompts cannot be labelled, or a judge cannot be asked."""
+    """Prompts cannot be labelled, or the judge does not answer."""
 
 
 class TaskError(KnnMoeError, ValueError):
-    """There is no such benchmark, or it is not in the form one has."""
+    """There is no such task, or it is malformed."""
 
 
 class TaskDataError(TaskError):
-    """The rows of a benchmark cannot be had, or its reference is in its test."""
+    """The data of a task is not available, or its reference and test sets overlap."""
 
 
 class RunError(KnnMoeError):
-    """The results of an evaluation cannot be written, or cannot be read."""
+    """The results of an evaluation cannot be written or read."""
 
 
 class ModelError(KnnMoeError):
@@ -57,7 +57,7 @@ class ModelError(KnnMoeError):
 
 
 class UnsupportedModelError(ModelError):
-    """The model has no router this library can find or intercept."""
+    """The model has no router that this library can find or intercept."""
 
 
 class ModelTooLargeError(ModelError):
@@ -65,36 +65,36 @@ class ModelTooLargeError(ModelError):
 
 
 class MemoryFormatError(KnnMoeError):
-    """A folder holds no memory, or one that is truncated, edited or of a newer format."""
+    """A folder contains no memory, or one that is truncated, edited or of a newer format."""
 
 
 class MemoryMismatchError(KnnMoeError):
-    """A memory belongs to another model, or two memories do not belong together."""
+    """A memory belongs to another model, or two memories do not match."""
 
 
 class BuildError(KnnMoeError):
-    """A build cannot start, or cannot go on."""
+    """A build cannot start or continue."""
 
 
 class CalibrationError(KnnMoeError):
-    """There is too little to calibrate a memory on."""
+    """There are too few examples to calibrate a memory on."""
 
 
 class PruningError(KnnMoeError):
-    """Nothing says which cases of a memory to drop, or none would be left."""
+    """The cases of a memory cannot be scored, or none would be left."""
 
 
 class MissingDependencyError(KnnMoeError, ImportError):
-    """An optional part is not installed; the message names the command that installs it."""
+    """An optional package is not installed; the message names the command that installs it."""
 
 
 class AttachError(KnnMoeError):
-    """A memory cannot be put on a model."""
+    """A memory cannot be attached to a model."""
 
 
 class RouterNotCalledError(AttachError):
-    """A router was attached, the model ran, and the router was never called."""
+    """The model ran without calling a router that a memory is attached to."""
 
 
 class NothingReadError(AttachError):
-    """`explain()` was asked of what the model read last, and that is not known."""
+    """`explain()` was called without tokens, and none were recorded."""

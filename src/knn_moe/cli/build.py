@@ -43,19 +43,25 @@ _CONFIG: Final = (
     "--preset",
     default="paper",
     show_default=True,
-    help="Start from this preset: paper (as published) or strong (more steps, all experts).",
+    help="Start from this preset: paper (as published) or strong (more and larger steps, gradients "
+    "through all experts).",
 )
-@click.option("--steps", type=int, help="Take this many gradient steps (S) per token.")
-@click.option("--learning-rate", type=float, help="Size of a gradient step (η).")
+@click.option(
+    "--steps", type=int, help="Take this many gradient steps (S) per token. Default: the preset's."
+)
+@click.option(
+    "--learning-rate", type=float, help="Size of a gradient step (η). Default: the preset's."
+)
 @click.option(
     "--gradient",
-    help="sparse: send gradients through the chosen experts. dense: send them through all experts.",
+    help="Send gradients through the chosen experts (sparse) or through all experts (dense). "
+    "Default: the preset's.",
 )
 @click.option(
     "--tokens",
     default="all",
     show_default=True,
-    help="all: remember every token. completion: remember only tokens that predict a completion.",
+    help="Remember all tokens (all), or only those that predict a completion (completion).",
 )
 @click.option(
     "--max-length",
@@ -80,11 +86,13 @@ _CONFIG: Final = (
 @click.option(
     "--append",
     type=click.Path(path_type=Path),
-    help="Add the examples to this memory, with the settings it was built with.",
+    help="Add the examples to this memory, and build them the way it was built.",
 )
 @click.option("--resume", is_flag=True, help="Continue a build that was interrupted.")
 @click.option(
-    "--overwrite", is_flag=True, help="Replace a memory in the output folder once the new is done."
+    "--overwrite",
+    is_flag=True,
+    help="Replace a memory in the output folder when the new one is complete.",
 )
 @model_options
 @json_option

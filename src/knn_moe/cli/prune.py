@@ -28,8 +28,8 @@ from knn_moe.support.progress import Progress
     type=click.Choice(["loss", "chance"]),
     default="loss",
     show_default=True,
-    help="loss: keep the cases that lower the loss of other examples most, which needs MODEL. "
-    "chance: keep cases at random, which does not.",
+    help="Keep the cases that lower the loss of other examples most (loss, which needs MODEL), or "
+    "random cases (chance).",
 )
 @click.option(
     "-o",
