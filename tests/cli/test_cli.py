@@ -227,15 +227,3 @@ def test_compressing_into_a_folder_that_exists(saved_memory: Path, tmp_path: Pat
     routing = RoutingMemory.from_pretrained(folder).routing
     assert (routing.index.kind, routing.similarity) == ("fast", "rbf")
     assert [path.name for path in tmp_path.iterdir()] == ["memory"]
-
-
-def test_bench_prints_ratios() -> None:
-    sizes = ("--sequences", 6, "--length", 12, "--plain-sequences", 2, "--grow", 9)
-    rows = run_json("bench", "build", *sizes)
-    assert [row["way"].split(",")[0] for row in rows] == [
-        "plain: one sequence at a time",
-        "model only",
-        "end to end",
-        "end to end",
-    ]
-    assert all(row["tokens_per_second"] > 0 for row in rows)
