@@ -22,7 +22,7 @@ from knn_moe.cli.main import main
 from knn_moe.errors import ConfigError
 from knn_moe.index import FastIndex, IndexConfig, build_index
 from knn_moe.routers.find import find_routers
-from knn_moe.routers.intercept import hook_on
+from knn_moe.routers.intercept import find_hook
 from knn_moe.support.progress import OnProgress
 
 CPU = torch.device("cpu")
@@ -262,7 +262,7 @@ def test_keys_are_the_models_own_router_inputs() -> None:
     model = random_model("small", CPU, torch.float32, layers=2)
     memory = keys.record_memory(model, 700)
     routers = find_routers(model)
-    assert all(hook_on(router) is None for router in routers)
+    assert all(find_hook(router) is None for router in routers)
     assert sorted(memory.layers) == [router.layer for router in routers]
     assert memory.provenance.begin.tolist() == [0, 512, 700]
     seen: list[torch.Tensor] = []

@@ -42,7 +42,7 @@ from knn_moe.errors import (
 from knn_moe.evaluation.evaluate import EvalConfig, evaluate
 from knn_moe.evaluation.lm_eval import KnnMoeLM, main
 from knn_moe.methods import KnnMoe, ZeroShot
-from knn_moe.routers.intercept import hook_on
+from knn_moe.routers.intercept import find_hook
 from knn_moe.support.embedded_models import embedded_model
 from knn_moe.tasks import Choice, Task, TaskData
 
@@ -149,7 +149,7 @@ def load(name: str) -> Any:
 def hooked(network: Any) -> bool:
     modules = list(network.modules())
     hooks = [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in modules]
-    assert any(hooks) == any(hook_on(router) for router in find_routers(network))
+    assert any(hooks) == any(find_hook(router) for router in find_routers(network))
     return any(hooks)
 
 

@@ -26,7 +26,7 @@ from knn_moe import (
     control,
     find_routers,
 )
-from knn_moe.equations.next_token import mix_next
+from knn_moe.equations.next_token import mix_next_token
 from knn_moe.errors import ConfigError, RouterNotCalledError, UnsupportedModelError
 from knn_moe.reference.provenance import Provenance, concatenate
 
@@ -102,7 +102,7 @@ def test_what_has_no_next_token_says_nothing() -> None:
     assert concatenate([one, one]).following.tolist() == [6, -1, 9, -1] * 2
     logits = torch.randn(2, 12)
     distance = torch.tensor([[1.0, float("inf")], [float("inf")] * 2])
-    mixed = mix_next(logits, distance, torch.tensor([[3, 0], [0, 0]]), 0.4, 1.0)
+    mixed = mix_next_token(logits, distance, torch.tensor([[3, 0], [0, 0]]), 0.4, 1.0)
     plain = logits.softmax(dim=-1)
     expected = 0.6 * plain[0] + 0.4 * torch.eye(12)[3]
     torch.testing.assert_close(mixed[0].exp(), expected)

@@ -17,7 +17,7 @@ from knn_moe.evaluation.evaluate import EvalConfig, evaluate
 from knn_moe.evaluation.store import Run
 from knn_moe.methods import KnnMoe, Method, TaskContext, ZeroShot, prepare
 from knn_moe.methods.selective import Selective, lowest_third
-from knn_moe.routers.intercept import hook_on
+from knn_moe.routers.intercept import find_hook
 from knn_moe.support.embedded_models import embedded_model
 from knn_moe.support.statistics import by_tercile
 from knn_moe.tasks import Choice, Number, Task, TaskData, Text
@@ -79,7 +79,7 @@ def test_samples_are_those_of_the_plain_runs(
     assert [sample.id for sample in runs["knn"].samples] == list(mixed)
     assert "by the whole test" in runs["knn-selective"].facts["method_facts"]["selected"]
     assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
-    assert not any(hook_on(router) for router in find_routers(model))
+    assert not any(find_hook(router) for router in find_routers(model))
     # The third without memory is the one in which comparisons see no change.
     pairs = matched(runs["knn-selective"], runs["zero-shot"])
     losses = [[float(pair[side].nll or 0) for pair in pairs] for side in (0, 1)]
@@ -116,7 +116,7 @@ def test_after_a_kill_it_goes_on_to_the_same_result(
 
     with pytest.raises(KilledError):
         evaluate(model, tokenizer, data, method, config, folder=tmp_path / "x", on_progress=kill)
-    assert not any(hook_on(router) for router in find_routers(model))
+    assert not any(find_hook(router) for router in find_routers(model))
     again = evaluate(model, tokenizer, data, method, config, folder=tmp_path / "x", resume=True)
     assert by_id(again) == by_id(whole)
 

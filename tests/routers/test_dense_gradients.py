@@ -49,7 +49,7 @@ def test_gains_are_what_each_expert_would_add(
     experts = experts_of(model, router)
     x, slope = torch.randn(2, TOKENS, router.hidden_size)
     with torch.no_grad():
-        gains = Experts(experts, router.num_experts).gains(x, slope)
+        gains = Experts(experts, router.num_experts).weight_gradient(x, slope)
         expected = (every_expert(experts, router.num_experts, x) * slope[:, None]).sum(dim=-1)
     assert gains.dtype == torch.float32
     torch.testing.assert_close(gains, expected, rtol=1e-4, atol=1e-5)
@@ -68,7 +68,7 @@ def test_forward_is_untouched_and_backward_follows_the_order_of_indices(name: st
     assert torch.equal(result, output)
     to_output, to_weights = torch.autograd.grad(result, (output, weights), slope)
     assert torch.equal(to_output, slope)
-    assert torch.equal(to_weights, experts.gains(x, slope).gather(1, indices))
+    assert torch.equal(to_weights, experts.weight_gradient(x, slope).gather(1, indices))
 
 
 def naive_slopes(model: PreTrainedModel, routers: list[Router], batch: TokenBatch) -> list[Tensor]:

@@ -12,7 +12,7 @@ from helpers.families import FAMILIES, Family
 from knn_moe import find_routers
 from knn_moe.errors import UnsupportedModelError
 from knn_moe.routers import find as routers
-from knn_moe.routers.find import _declared, _named
+from knn_moe.routers.find import _find_declared, _find_named
 from knn_moe.routers.fingerprint import identify
 
 
@@ -28,9 +28,9 @@ def test_a_router_says_what_it_maps(model: PreTrainedModel) -> None:
 def test_declaration_and_name_agree(entry: Family) -> None:
     """Releases differ in what they declare; both ways must find the same modules."""
     model = entry.build()
-    by_name = _named(model)
+    by_name = _find_named(model)
     assert set(by_name.values()) == {router.module for router in find_routers(model)}
-    declared = _declared(model)
+    declared = _find_declared(model)
     assert not declared or set(declared.values()) == set(by_name.values())
 
 

@@ -33,12 +33,12 @@ from knn_moe.reference.windows import ReferenceTokens, make_batch, plan_batches,
 from knn_moe.routers.find import Router, find_routers
 from knn_moe.routers.fingerprint import identify, identify_tokenizer
 from knn_moe.routers.grouped_experts import use_grouped_experts
-from knn_moe.routers.intercept import hook_on
+from knn_moe.routers.intercept import find_hook
 from knn_moe.routers.model_state import (
     forget_compiled_graphs,
     freeze,
     input_device,
-    positions,
+    max_positions,
     unwrap,
 )
 from knn_moe.support.files import TemporaryFolder
@@ -76,7 +76,7 @@ def build_memory(
     target = holds.path / "memory" if holds else Path(str(folder))
     refuse_existing(target, overwrite=False)
     routers = find_routers(model)
-    if any(hook_on(router) for router in routers):
+    if any(find_hook(router) for router in routers):
         raise BuildError("The model has a memory attached: detach it before building another.")
     reference = reference_tokens(model, tokenizer, iter_examples(examples), config)
     manifest = MemoryManifest(
@@ -175,7 +175,7 @@ def reference_tokens(
 
 def _window(model: nn.Module, config: BuildConfig) -> int:
     """Tokens in a window: no more than the model has positions for."""
-    return min(config.max_length, positions(model) or config.max_length)
+    return min(config.max_length, max_positions(model) or config.max_length)
 
 
 def _check_vocabulary(model: nn.Module, reference: ReferenceTokens) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from knn_moe.config import BuildConfig
 from knn_moe.errors import RouterNotCalledError
 from knn_moe.reference.windows import TokenBatch
-from knn_moe.routers.dense_gradients import dense_gradient
+from knn_moe.routers.dense_gradients import DenseGradientHook
 from knn_moe.routers.find import Router
 from knn_moe.routers.intercept import RouterHook
 from knn_moe.routers.model_state import install_hooks
@@ -100,7 +100,7 @@ def optimise_paths(
     """
     layers = [RoutingLogits(router) for router in routers]
     hooks = [
-        dense_gradient(model, layer.router, layer)
+        DenseGradientHook(model, layer.router, layer)
         if config.gradient == "dense"
         else RouterHook(layer.router, layer)
         for layer in layers

@@ -1,4 +1,4 @@
-"""The loss of the next token, which every part of the library measures alike. Pure torch."""
+"""The next-token loss L = Σ_t -log p(y_{t+1} | y_≤t) (§4.1), token by token. Pure torch."""
 
 from __future__ import annotations
 

@@ -10,9 +10,10 @@ from torch import Tensor
 
 
 def neighbour_weights(log_similarity: Tensor) -> Tensor:
-    """Each neighbour's share s_j / Σ_m s_m of the proposal  (§4.2).
+    """Return each neighbour's share of the proposal, s_j / Σ_m s_m  (§4.2).
 
-    A softmax of log s: the same ratio, and still one when every s underflows.
+    Computed as a softmax of log s, which gives the same ratios even if every s underflows.
+
     Shapes: log_similarity [T, K]. Result [T, K].
     """
     lowest = torch.finfo(log_similarity.dtype).min
@@ -20,7 +21,7 @@ def neighbour_weights(log_similarity: Tensor) -> Tensor:
 
 
 def propose_logits(values: Tensor, log_similarity: Tensor) -> Tensor:
-    """Memory proposal r_mem = Σ_j s_j v_j / Σ_m s_m  (§4.2).
+    """Return the memory's proposal r_mem = Σ_j s_j v_j / Σ_m s_m  (§4.2).
 
     Shapes: values [T, K, N]; log_similarity [T, K]. Result [T, N].
     """
@@ -28,7 +29,7 @@ def propose_logits(values: Tensor, log_similarity: Tensor) -> Tensor:
 
 
 def confidence(log_similarity: Tensor) -> Tensor:
-    """Confidence λ = (1/K) Σ_j s_j, the mean similarity of the neighbours  (§4.2).
+    """Return the confidence λ = (1/K) Σ_j s_j, the neighbours' mean similarity  (§4.2).
 
     Shapes: log_similarity [T, K]. Result [T], in [0, 1].
     """
@@ -39,6 +40,7 @@ def mix_logits(logits: Tensor, proposal: Tensor, confidence: Tensor) -> Tensor:
     """Interpolate router and memory logits: (1 - λ) r + λ r_mem  (§4.2).
 
     λ = 0 gives `logits` and λ = 1 gives `proposal`, exactly.
+
     Shapes: logits, proposal [T, N]; confidence [T]. Result [T, N].
     """
     weight = confidence[:, None]

@@ -1,7 +1,7 @@
 """Similarity functions s(x, k) of a router input and a stored key (§4.2, §5.1).
 
 Every similarity is a function of a squared Euclidean distance between prepared vectors, so that
-each of them runs on every index. Values are kept as logarithms: exp(-γ d²) underflows for far
+each of them runs on every index. They are computed as logarithms: exp(-γ d²) underflows for distant
 queries, and weights are ratios of similarities. Pure torch.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def rbf(squared_distance: Tensor, gamma: Tensor) -> Tensor:
-    """log s = -γ d², the paper's kernel (§5.1).
+    """Return log s = -γ d², the paper's RBF similarity (§5.1).
 
     Shapes: squared_distance [...]; gamma [] or broadcastable. Result [...], at most 0.
     """
@@ -25,19 +25,22 @@ def rbf(squared_distance: Tensor, gamma: Tensor) -> Tensor:
 
 
 def cosine(squared_distance: Tensor, gamma: Tensor) -> Tensor:
-    """log s of s = max(0, cos(x, k)), from the distance of unit vectors: cos = 1 - d²/2.
+    """Return log s of s = max(0, cos(x, k)), from d² between unit vectors: cos = 1 - d²/2.
 
-    The paper leaves negative cosines open; λ is a mixing weight, so they count as 0.
-    γ plays no part. Shapes: squared_distance [...]. Result [...], at most 0, -inf where s = 0.
+    The paper does not define negative cosines; λ is a mixing weight, so they count as 0. γ is not
+    used.
+
+    Shapes: squared_distance [...]. Result [...], at most 0, -inf where s = 0.
     """
     return torch.log((1 - squared_distance / 2).clamp(0, 1))
 
 
 def unit(vectors: Tensor) -> Tensor:
-    """Scale to length one. Shapes: vectors [..., d] → the same.
+    """Scale vectors to length one; the zero vector stays zero.
 
-    Divides by the largest magnitude first: the square of a large finite entry overflows. The zero
-    vector, which no normalised layer hands a router, stays zero.
+    Divides by the largest magnitude first, because the square of a large entry would overflow.
+
+    Shapes: vectors [..., d]. Result [..., d].
     """
     wide = vectors.float()
     largest = wide.abs().amax(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
@@ -45,12 +48,13 @@ def unit(vectors: Tensor) -> Tensor:
 
 
 def unchanged(vectors: Tensor) -> Tensor:
+    """Return the vectors as they are. Shapes: [..., d] → [..., d]."""
     return vectors
 
 
 @dataclass(frozen=True)
 class Similarity:
-    """`prepare` what is stored and what is asked, search by squared distance, then `log`."""
+    """A similarity: `prepare` keys and queries, search by squared distance, then take `log`."""
 
     name: str
     prepare: Callable[[Tensor], Tensor]

@@ -1,6 +1,6 @@
-"""From the trace of a text to its explanation: token ids and rows of a memory in words.
+"""Turn the trace of a text into its explanation: token ids and rows of a memory become text.
 
-Knows traces, provenance and tokenizers. Which text it is, and whose memory, the handle knows.
+Knows traces, provenance and tokenizers.
 """
 
 from __future__ import annotations
@@ -17,66 +17,69 @@ from knn_moe.explain.explanation import ExplainedToken, Explanation, RecalledCas
 from knn_moe.explain.trace import Attached, LayerTrace, trace
 from knn_moe.reference.provenance import Provenance
 
-_BEFORE: Final = 10  # tokens of a case's text shown before its own
+_BEFORE: Final = 10  # tokens of a case's text that are shown before its own
 
 
-class Reader:
-    """Puts token ids and memory rows into words; without a tokenizer, into numbers.
+class Describer:
+    """Put token ids and rows of a memory into words; without a tokenizer, into numbers.
 
-    `usual`: of each layer, γ by its own keys: 1 / the usual squared distance between neighbours.
+    Args:
+        provenance: Where the memory's cases come from.
+        gammas: γ of each layer by its own keys: 1 / the usual squared distance of neighbours.
+        tokenizer: The model's, or None.
     """
 
-    def __init__(self, provenance: Provenance, usual: Mapping[int, float], tokenizer: Any) -> None:
+    def __init__(self, provenance: Provenance, gammas: Mapping[int, float], tokenizer: Any) -> None:
         self.provenance = provenance
-        self.usual = usual
+        self.gammas = gammas
         self.tokenizer = tokenizer
         self._cases: dict[int, tuple[str, str, str]] = {}
 
-    def texts(self, ids: Sequence[int]) -> list[str]:
-        """What each token says."""
+    def describe_tokens(self, ids: Sequence[int]) -> list[str]:
+        """Return the text of each token."""
         return [
-            self._text(ids[max(place - 1, 0) : place], ids[place : place + 1])
-            for place in range(len(ids))
+            self._decode_after(ids[max(position - 1, 0) : position], ids[position : position + 1])
+            for position in range(len(ids))
         ]
 
-    def case(self, layer: int, place: int, found: LayerTrace) -> RecalledCase:
-        """The nearest case of one layer to the token at `place`."""
-        squared = float(found.squared_distance[place, 0])
-        row = int(found.rows[place, 0]) if math.isfinite(squared) else None
-        before, token, after = ("", "", "") if row is None else self._case(row)
+    def describe_case(self, layer: int, position: int, found: LayerTrace) -> RecalledCase:
+        """Return the nearest case that `layer` recalled for the token at `position`."""
+        squared = float(found.squared_distance[position, 0])
+        row = int(found.rows[position, 0]) if math.isfinite(squared) else None
+        before, token, after = ("", "", "") if row is None else self._read_case(row)
         entered, left = (
-            {expert: float(found.change[place, expert]) for expert in experts}
-            for experts in found.swapped(place)
+            {expert: float(found.change[position, expert]) for expert in experts}
+            for experts in found.swapped(position)
         )
         return RecalledCase(
             layer=layer,
             before=before,
             token=token,
             after=after,
-            distance=math.sqrt(squared * self.usual[layer]),
-            confidence=float(found.confidence[place]),
+            distance=math.sqrt(squared * self.gammas[layer]),
+            confidence=float(found.confidence[position]),
             experts_in=entered,
             experts_out=left,
-            weight=float(found.weight[place, 0]),
+            weight=float(found.weight[position, 0]),
             row=row,
             example=None if row is None else self.provenance.example_at(row),
             squared_distance=squared,
         )
 
-    def _case(self, row: int) -> tuple[str, str, str]:
-        """The text of a case before, at and after its token."""
+    def _read_case(self, row: int) -> tuple[str, str, str]:
+        """Return the text of a case before, at and after its token."""
         if row not in self._cases:
             ids, at = self.provenance.context(row, before=_BEFORE)
             before, token, after = ids[:at], ids[at : at + 1], ids[at + 1 :]
             self._cases[row] = (
-                self._text([], before),
-                self._text(before, token),
-                self._text([*before, *token], after),
+                self._decode_after([], before),
+                self._decode_after(before, token),
+                self._decode_after([*before, *token], after),
             )
         return self._cases[row]
 
-    def _text(self, context: Sequence[int], ids: Sequence[int]) -> str:
-        """What `ids` say behind `context`: some tokenizers drop the space a text begins with."""
+    def _decode_after(self, context: Sequence[int], ids: Sequence[int]) -> str:
+        """Return the text of `ids` after `context`: some tokenizers drop a text's first space."""
         if self.tokenizer is None:
             return "".join(f" {token}" for token in ids)
         start, whole = self._decode(context), self._decode([*context, *ids])
@@ -92,31 +95,47 @@ def explain_sequences(
     model: nn.Module,
     routing: Attached,
     sequences: Sequence[Tensor],
-    reader: Reader,
+    describer: Describer,
     last: int | None = None,
 ) -> Explanation:
-    """Let the model read each sequence once, and say what its memory did to the `last` tokens of
-    it, or to all. Shapes: sequences [n] each, every token real."""
+    """Run the model on each sequence and explain what its memory did to the tokens.
+
+    Args:
+        model: The model that `routing` is attached to.
+        routing: The handle of the attached memory.
+        sequences: Token ids without padding. Shape [n] each.
+        describer: Puts tokens and cases into words.
+        last: Explain only so many tokens at the end of each sequence; None: all.
+    """
     explained = []
     for ids in sequences:
         layers = trace(model, routing, ids[None]) if len(ids) else {}
-        texts = reader.texts(ids.tolist())
+        texts = describer.describe_tokens(ids.tolist())
         first = 0 if last is None else max(len(ids) - last, 0)
         explained.append(
             tuple(
                 ExplainedToken(
-                    int(ids[place]),
-                    texts[place],
-                    tuple(reader.case(layer, place, found) for layer, found in layers.items()),
+                    int(ids[position]),
+                    texts[position],
+                    tuple(
+                        describer.describe_case(layer, position, found)
+                        for layer, found in layers.items()
+                    ),
                 )
-                for place in range(first, len(ids))
+                for position in range(first, len(ids))
             )
         )
     return Explanation(tuple(routing.stats()), tuple(explained))
 
 
-def sequences_of(input_ids: Tensor, attention_mask: Tensor | None) -> list[Tensor]:
-    """The real tokens of each row. Shapes: input_ids, attention_mask [T] or [B, T] → [n] each."""
+def split_sequences(input_ids: Tensor, attention_mask: Tensor | None) -> list[Tensor]:
+    """Return the tokens of each row without padding.
+
+    Shapes: input_ids, attention_mask [T] or [B, T]. Result [n] each.
+
+    Raises:
+        ConfigError: `input_ids` are not token ids, or the mask has another shape.
+    """
     whole = isinstance(input_ids, Tensor) and not input_ids.dtype.is_floating_point
     if not whole or input_ids.ndim not in (1, 2) or not input_ids.numel():
         seen = list(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
@@ -131,8 +150,12 @@ def sequences_of(input_ids: Tensor, attention_mask: Tensor | None) -> list[Tenso
     return [row[kept] for row, kept in zip(rows, real.bool(), strict=True)]
 
 
-def read_text(text: str, tokenizer: Any) -> Tensor:
-    """The token ids of a text, nothing added. Shape [T]."""
+def tokenize(text: str, tokenizer: Any) -> Tensor:
+    """Return the token ids of a text, as `tokenizer(text)` gives them. Shape [T].
+
+    Raises:
+        ConfigError: There is no tokenizer.
+    """
     if tokenizer is None:
         raise ConfigError("A text needs its tokenizer: explain(text, tokenizer=tokenizer).")
     return torch.tensor(tokenizer(text)["input_ids"], dtype=torch.int64)

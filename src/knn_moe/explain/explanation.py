@@ -1,6 +1,6 @@
-"""What a memory did to each token, as plain values: for JSON, for pages, and as lines of text.
+"""What a memory did to each token, as plain values, as JSON and as a table of text.
 
-Knows numbers and text; nothing of models or tensors.
+Knows numbers and text; knows nothing of models or tensors.
 """
 
 from __future__ import annotations
@@ -12,39 +12,40 @@ from typing import Any, Final
 
 from knn_moe.errors import ConfigError
 
-_WIDTH: Final = 100  # columns of a table of text
-_SHORTEST: Final = 24  # of its column of recalled text
-_SHOWN: Final = 20  # tokens that a repr shows
-_SIGNS: Final = {"\n": "⏎", "\t": "⇥", "\r": "␍"}
+_WIDTH: Final = 100  # characters of a table's line
+_SHORTEST: Final = 24  # characters of its column of recalled text, at least
+_SHOWN: Final = 20  # tokens in a repr
+_SYMBOLS: Final = {"\n": "⏎", "\t": "⇥", "\r": "␍"}
 
 
 @dataclass(frozen=True)
 class RecalledCase:
-    """What one layer recalled for one token: the nearest case, and what recalling did."""
+    """What one layer recalled for one token: the nearest case and its effect."""
 
     layer: int
-    before: str  # the text the case was read in, up to its own token
-    token: str  # the token it was read at
-    after: str  # the token that followed there
+    before: str  # the reference text before the case's token
+    token: str  # the case's token
+    after: str  # the token after it
     # 1 is the usual distance between neighbours, of the layer or of the case's domain there;
     # cosine: of unit vectors
     distance: float
     confidence: float  # λ
-    experts_in: Mapping[int, float]  # that came in → their Δlogit: mixed less the router's own
-    experts_out: Mapping[int, float]  # that went out, likewise
-    weight: float  # this case's share of what all K recalled cases propose
-    row: int | None  # of the memory; None: no case was found
-    example: int | None  # of the reference set, as a number in the order given
+    experts_in: Mapping[int, float]  # experts that entered → their Δlogit (mixed minus own)
+    experts_out: Mapping[int, float]  # experts that left → their Δlogit
+    weight: float  # this case's share of the proposal of all K recalled cases
+    row: int | None  # in the memory; None: no case was found
+    example: int | None  # its number in the reference set
     squared_distance: float  # of the vectors that the similarity compares: see LayerTrace
 
     @property
     def changed(self) -> bool:
+        """Whether the token's experts changed."""
         return bool(self.experts_in or self.experts_out)
 
 
 @dataclass(frozen=True)
 class ExplainedToken:
-    """A token that the model read, and what each attached layer recalled there."""
+    """A token that the model read, and what each attached layer recalled for it."""
 
     id: int
     text: str
@@ -62,31 +63,35 @@ class ExplainedToken:
 
     @property
     def strongest(self) -> RecalledCase | None:
-        """Of the layer with the largest λ; None where no layer has a memory attached."""
+        """The case of the layer with the largest λ; None if no layer has a memory."""
         return max(self.cases, key=lambda case: case.confidence, default=None)
 
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """Every token of every sequence, padding left out."""
+    """What a memory did to every token of every sequence, without padding."""
 
     layers: tuple[int, ...]
     sequences: tuple[tuple[ExplainedToken, ...], ...]
 
     @property
     def tokens(self) -> tuple[ExplainedToken, ...]:
-        """Of all sequences, one after the other."""
+        """The tokens of all sequences, one after the other."""
         return tuple(token for sequence in self.sequences for token in sequence)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: what is not a finite number becomes null."""
+        """Return it as JSON values: numbers that are not finite become null."""
         return {
             "layers": list(self.layers),
             "sequences": [[_as_json(token) for token in sequence] for sequence in self.sequences],
         }
 
     def only(self, layers: Sequence[int]) -> Explanation:
-        """Of these layers alone."""
+        """Return the explanation of these layers alone.
+
+        Raises:
+            ConfigError: No memory is attached to one of them.
+        """
         for layer in layers:
             if layer not in self.layers:
                 raise ConfigError(
@@ -103,8 +108,11 @@ class Explanation:
         return Explanation(kept, sequences)
 
     def table(self, layer: int | None = None, width: int = _WIDTH) -> str:
-        """One line a token: mean λ, layers changed, and the case that was recalled most surely.
-        Of one `layer`: the case, its distance, λ, and the experts in and out with their Δlogit."""
+        """Return one line for each token.
+
+        Without `layer`: mean λ, the layers whose experts changed, and the case with the largest λ.
+        With it: the case, its distance, λ, and the experts that entered and left with their Δlogit.
+        """
         chosen = self if layer is None else self.only([layer])
         lines: list[str] = []
         for number, sequence in enumerate(chosen.sequences):
@@ -121,7 +129,7 @@ class Explanation:
         head = f"Explanation({len(tokens):,} tokens × {layers} layers, mean λ {_mean(tokens):.2f})"
         lines = list(_overview(tokens[:_SHOWN], _WIDTH)) if tokens and layers else []
         if lines and len(tokens) > _SHOWN:
-            lines.append(f"… {len(tokens) - _SHOWN:,} more tokens: print it, or see its table()")
+            lines.append(f"… {len(tokens) - _SHOWN:,} more tokens: print it, or use its table()")
         return "\n".join([head, *lines])
 
 
@@ -137,22 +145,22 @@ def _overview(tokens: Sequence[ExplainedToken], width: int) -> Iterator[str]:
 
 
 def _details(tokens: Sequence[ExplainedToken], width: int) -> Iterator[str]:
-    """Of tokens with one case each."""
-    moves = [
-        f"{_moves('in', token.cases[0].experts_in)} {_moves('out', token.cases[0].experts_out)}"
+    """Yield the lines of tokens with one case each."""
+    swaps = [
+        f"{_swap('in', token.cases[0].experts_in)} {_swap('out', token.cases[0].experts_out)}"
         for token in tokens
     ]
-    room = max(width - 35 - max((len(move) for move in moves), default=0), _SHORTEST)
+    room = max(width - 35 - max((len(swap) for swap in swaps), default=0), _SHORTEST)
     yield f"{'token':<14} {'λ':>5}  {'distance':>8}  {'recalled':<{room}}  experts (Δlogit)"
-    for token, move in zip(tokens, moves, strict=True):
+    for token, swap in zip(tokens, swaps, strict=True):
         case = token.cases[0]
         text = _recalled(case, room)
         numbers = f"{case.confidence:5.2f}  {case.distance:8.2f}"
-        yield f"{_cell(token.text, 14)} {numbers}  {text:<{room}}  {move}".rstrip()
+        yield f"{_cell(token.text, 14)} {numbers}  {text:<{room}}  {swap}".rstrip()
 
 
 def _recalled(case: RecalledCase, width: int) -> str:
-    """The end of what the case was read in, its token in brackets, and what followed."""
+    """Return the end of the case's text, its token in brackets, and the token after it."""
     if case.row is None:
         return "nothing"
     marked = f"[{one_line(case.token)}]{one_line(case.after)}"
@@ -161,23 +169,23 @@ def _recalled(case: RecalledCase, width: int) -> str:
     return f"…{before}{marked}" if case.before else marked
 
 
-def _moves(name: str, experts: Mapping[int, float]) -> str:
-    told = ", ".join(f"{expert} ({change:+.2f})" for expert, change in experts.items())
-    return f"{name} {told}" if told else ""
+def _swap(direction: str, experts: Mapping[int, float]) -> str:
+    shown = ", ".join(f"{expert} ({change:+.2f})" for expert, change in experts.items())
+    return f"{direction} {shown}" if shown else ""
 
 
 def _cell(text: str, width: int) -> str:
-    """The token between bars: a space at its edge is seen."""
+    """Return the token between bars, which make a space at its edge visible."""
     inner = one_line(text)
     inner = inner if len(inner) <= width - 2 else f"{inner[: width - 3]}…"
     return f"|{inner}|".ljust(width)
 
 
 def one_line(text: str) -> str:
-    """As a terminal can take it: signs for new lines and tabs, none of its commands."""
-    signed = (_SIGNS.get(letter, letter) for letter in text)
+    """Return text that is safe for a terminal: symbols for new lines and tabs, no commands."""
+    symbols = (_SYMBOLS.get(letter, letter) for letter in text)
     return "".join(
-        letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in signed
+        letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in symbols
     )
 
 

@@ -1,7 +1,7 @@
-"""What a memory did to each token of a text: the cases recalled, and the experts changed.
+"""Trace what a memory does to each token: the cases it recalls and the experts it changes.
 
-Knows the attached memory through its handle's observer. What the cases say is provenance.py's, and
-how a trace is shown is somebody else's.
+Knows the attached memory through its handle's observer. Does not know the text of the cases
+(provenance.py) nor how a trace is shown (explanation.py).
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from knn_moe.routers.model_state import input_device
 
 @dataclass(frozen=True)
 class LayerTrace:
-    """One layer and T tokens, with K cases recalled for each; on the CPU."""
+    """What one layer recalled for T tokens, K cases each. All tensors are on the CPU."""
 
-    rows: Tensor  # [T, K] int64, of the memory, nearest first
+    rows: Tensor  # [T, K] int64, rows of the memory, nearest first
     # [T, K] fp32, of the vectors the similarity compares; times γ of the case's domain / γ of the
     # layer, where there are several
     squared_distance: Tensor
     weight: Tensor  # [T, K], each case's share of the proposal
     confidence: Tensor  # [T], λ
-    before: Tensor  # [T, top_k] int64, experts of the router's own logits, ascending
-    after: Tensor  # [T, top_k] int64, experts of the mixed logits, ascending
-    change: Tensor  # [T, N] fp32, Δlogit: the mixed logits less the router's own
+    before: Tensor  # [T, top_k] int64, experts by the router's own logits, ascending
+    after: Tensor  # [T, top_k] int64, experts by the mixed logits, ascending
+    change: Tensor  # [T, N] fp32, Δlogit: mixed minus the router's own
 
     def swapped(self, token: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The experts that came in for a token, and those that went out."""
+        """Return the experts that entered for a token, and those that left."""
         before, after = set(self.before[token].tolist()), set(self.after[token].tolist())
         return tuple(sorted(after - before)), tuple(sorted(before - after))
 
 
 class Attached(Protocol):
-    """What a trace asks of the handle of an attached memory."""
+    """The part of an attached memory's handle that a trace uses."""
 
     def observed(self, observer: Callable[[RouterCall], None]) -> AbstractContextManager[None]: ...
 
@@ -50,10 +50,21 @@ class Attached(Protocol):
 
 @torch.no_grad()
 def trace(model: nn.Module, routing: Attached, input_ids: Tensor) -> dict[int, LayerTrace]:
-    """Run `model` once, with the memory of `routing` on it, and say what each layer recalled.
+    """Run `model` once and return what each layer of its memory recalled.
 
     The run counts in `routing.stats()` like any other. Compiled models run uncompiled here.
-    Shapes: input_ids [B, T], every token real; the traces are of B × T tokens, row after row.
+
+    Args:
+        model: The model that `routing` is attached to.
+        routing: The handle of the attached memory.
+        input_ids: Token ids without padding. Shape [B, T].
+
+    Returns:
+        {layer: trace of the B × T tokens, row after row}.
+
+    Raises:
+        ConfigError: `input_ids` has another shape, or no tokens.
+        AttachError: The memory is attached to another model, or to none.
     """
     if input_ids.ndim != 2 or input_ids.numel() == 0:
         raise ConfigError(f"trace takes token ids [B, T], got {list(input_ids.shape)}.")
@@ -67,8 +78,8 @@ def trace(model: nn.Module, routing: Attached, input_ids: Tensor) -> dict[int, L
     missed = set(routing.stats()) - set(layers)
     if missed:
         raise AttachError(
-            f"The model ran past the memory at layer {min(missed)}: give trace the model that the "
-            f"memory is attached to."
+            f"The model did not call the memory at layer {min(missed)}. Give trace the model that "
+            f"the memory is attached to."
         )
     return layers
 

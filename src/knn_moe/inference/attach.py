@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from knn_moe.config import RoutingConfig
 from knn_moe.errors import AttachError, ConfigError, MemoryMismatchError, RouterNotCalledError
-from knn_moe.explain.explain import Reader, explain_sequences, read_text, sequences_of
+from knn_moe.explain.explain import Describer, explain_sequences, split_sequences, tokenize
 from knn_moe.explain.explanation import Explanation
 from knn_moe.inference.gate import open_gate
 from knn_moe.inference.history import TokenHistory
@@ -28,7 +28,7 @@ from knn_moe.memory.memory import RoutingMemory
 from knn_moe.recall.recall import LayerRecall, RouterCall, layer_gammas, layer_widths
 from knn_moe.routers.find import Router, find_routers
 from knn_moe.routers.fingerprint import identify
-from knn_moe.routers.intercept import hook_on, takes_top
+from knn_moe.routers.intercept import chooses_top_logits, find_hook
 from knn_moe.routers.model_state import forget_compiled_graphs, unwrap
 
 
@@ -52,7 +52,7 @@ def attach(
 def check_free(model: nn.Module) -> None:
     """Refuse a model with a memory on it."""
     for router in find_routers(model):
-        if hook_on(router) is not None:
+        if find_hook(router) is not None:
             raise AttachError(
                 f"{type(model).__name__} has a memory attached already (at {router.name!r}). "
                 f"Detach it first; merge() makes one memory of several, attach_all() puts several "
@@ -89,7 +89,7 @@ def recall_hook(
     layer = memory.layers[router.layer]
     gate = open_gate(router, layer, config)
     kernels_count = config.stats and device.type == "cuda" and gate is None
-    top = router.top_k if kernels_count and takes_top(router) else 0
+    top = router.top_k if kernels_count and chooses_top_logits(router) else 0
     try:
         recall = LayerRecall(layer, kernel, config, device, count_top=top, ratio=ratio)
     except torch.OutOfMemoryError:
@@ -129,7 +129,7 @@ class Handle:
         for handle in self._handles:
             handle.remove()
         for hook in self.recall_hooks():
-            hook.take_read()
+            hook.take_inputs()
         self._handles = []
 
     def _check_heads(self) -> None:
@@ -214,8 +214,8 @@ class Routing(Handle):
             sequences = self._history.sequences(_ends(self._model))
         else:
             if isinstance(input_ids, str):
-                input_ids = read_text(input_ids, tokenizer)
-            sequences = sequences_of(input_ids, attention_mask)
+                input_ids = tokenize(input_ids, tokenizer)
+            sequences = split_sequences(input_ids, attention_mask)
         as_found = replace(self.config, gamma=None)
         usual = {
             hook.router.layer: layer_gammas(
@@ -223,9 +223,9 @@ class Routing(Handle):
             ).joint
             for hook in self._hooks
         }
-        reader = Reader(self.memory.provenance, usual, tokenizer)
+        describer = Describer(self.memory.provenance, usual, tokenizer)
         with self._aside():
-            return explain_sequences(self._model, self, sequences, reader, last)
+            return explain_sequences(self._model, self, sequences, describer, last)
 
     @contextmanager
     def _aside(self) -> Iterator[None]:

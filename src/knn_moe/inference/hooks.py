@@ -129,7 +129,7 @@ class RecallHook(RouterHook):
         if self.rows.nobody:
             return logits
         if self.keeps_inputs:
-            self.state.read = inputs.detach()
+            self.state.inputs = inputs.detach()
         real = self.mask.real(len(inputs), inputs.device)
         mine = self.rows.of(len(inputs), self.mask.batch, inputs.device)
         if mine is not None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from knn_moe.config import HeadConfig, RoutingConfig
-from knn_moe.equations.next_token import mix_next
+from knn_moe.equations.next_token import mix_next_token
 from knn_moe.errors import ConfigError, UnsupportedModelError
 from knn_moe.inference.hooks import RecallHook
 from knn_moe.memory.memory import RoutingMemory
@@ -80,11 +80,11 @@ class Head(nn.Module):
         tokens = self.following[rows]
         distance = distance.masked_fill(tokens < 0, float("inf")).to(logits.device)
         tokens = tokens.clamp(min=0).to(logits.device)
-        return mix_next(logits, distance, tokens, self.config.weight, self.temperature)
+        return mix_next_token(logits, distance, tokens, self.config.weight, self.temperature)
 
     def _inputs(self, logits: Tensor, kept: Any) -> Tensor:
         """Those of the tokens that have logits. Shapes: logits [B, T, V] → [B, T, d]."""
-        read = self.hook.take_read()
+        read = self.hook.take_inputs()
         batch = logits.shape[0]
         if read is not None and logits.ndim == 3 and not len(read) % batch:
             inputs = read.view(batch, -1, read.shape[-1])
@@ -124,7 +124,7 @@ def install_heads(model: nn.Module, heads: Sequence[Head]) -> list[RemovableHand
 
     def before(module: nn.Module, args: tuple[Any, ...]) -> None:
         for head in heads:
-            head.hook.take_read()  # left by a run that did not come to its end, or not this way
+            head.hook.take_inputs()  # left by a run that did not come to its end, or not this way
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         for head in heads:

@@ -13,7 +13,7 @@ import torch
 from knn_moe.errors import LabelError
 from knn_moe.labels.config import LabelConfig
 from knn_moe.reference.examples import Example, tokenise
-from knn_moe.routers.model_state import input_device, positions
+from knn_moe.routers.model_state import input_device, max_positions
 from knn_moe.tasks.generation import continued
 from knn_moe.tasks.likelihood import mean_losses
 
@@ -97,7 +97,7 @@ def _text(tokenizer: Any, prompt: Sequence[int], ids: Sequence[int]) -> str:
 
 
 def _check_room(model: Any, prompts: Sequence[Sequence[int]], config: LabelConfig) -> None:
-    room = positions(model)
+    room = max_positions(model)
     for number, prompt in enumerate(prompts):
         if not prompt:
             raise LabelError(f"Prompt {number} holds no tokens.")

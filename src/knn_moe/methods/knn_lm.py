@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from knn_moe.build.build import reference_tokens
-from knn_moe.equations.next_token import WEIGHTS, mix_next, mixed_likelihoods
+from knn_moe.equations.next_token import WEIGHTS, mix_likelihoods, mix_next_token
 from knn_moe.errors import ConfigError, ReferenceSetError, UnsupportedModelError
 from knn_moe.index import IndexConfig, KeyIndex, build_index
 from knn_moe.methods.knn_moe import prepare_knn
@@ -234,7 +234,7 @@ def _tried(
     distance, tokens = (part[:, :k] for part in found)
     right = tokens == asked.values[:, None]
     weights = WEIGHTS if weight is None else (weight,)
-    for tried, mixed in mixed_likelihoods(asked.own, distance, right, width, weights):
+    for tried, mixed in mix_likelihoods(asked.own, distance, right, width, weights):
         yield -float(mixed.double().mean()), k, tried, width
 
 
@@ -264,7 +264,7 @@ class KnnLmHead:
         where = self.neighbours.values.device
         distance, tokens = self.neighbours.nearest(queries.to(where), self.k)
         distance, tokens = distance.to(logits.device), tokens.to(logits.device)
-        return mix_next(logits, distance, tokens, self.weight, self.temperature)
+        return mix_next_token(logits, distance, tokens, self.weight, self.temperature)
 
     @contextmanager
     def apply_to(self, model: nn.Module) -> Iterator[None]:

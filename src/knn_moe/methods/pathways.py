@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from knn_moe.errors import RouterNotCalledError, UnsupportedModelError
-from knn_moe.routers.dense_gradients import dense_gradient
+from knn_moe.routers.dense_gradients import DenseGradientHook
 from knn_moe.routers.find import Router, find_routers
 from knn_moe.routers.intercept import Callback, RouterHook
 from knn_moe.routers.model_state import input_device, unwrap
@@ -138,7 +138,7 @@ class Tail:
             for router, callback in zip(self.routers, callbacks, strict=True):
                 dense = self.gradient == "dense" and torch.is_grad_enabled()
                 hook = (
-                    dense_gradient(self.model, router, callback)
+                    DenseGradientHook(self.model, router, callback)
                     if dense
                     else RouterHook(router, callback)
                 )

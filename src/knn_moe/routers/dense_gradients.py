@@ -1,12 +1,12 @@
 """Straight-through gradients to the routing logits of all experts, not only the chosen ones.
 
-Forward is the sparse model's own: Σ_{top-k} a_j E_j(x). Backward sends every logit its gradient
-through Σ_j p_j E_j(x.detach()), where p is the router's own gating with k = N. Costs N / top_k
-times the expert arithmetic. Under gatings that renormalise the chosen experts (Qwen3, GPT-OSS)
-the plain, sparse gradient of all other logits is exactly zero.
+The forward pass stays the sparse model's: Σ_{top-k} a_j E_j(x). The backward pass gives every logit
+its gradient through Σ_j p_j E_j(x.detach()), where p is the router's own gating with k = N. This
+costs N / top_k times the experts' arithmetic. Under gatings that renormalise the chosen experts
+(Qwen3, GPT-OSS) the sparse gradient of all other logits is exactly zero.
 
-Knows that an MoE block calls `experts(hidden_states, indices, weights)`; families that don't are
-refused.
+Knows that an MoE block calls `experts(hidden_states, indices, weights)`; refuses families whose
+block does not.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from knn_moe.errors import UnsupportedModelError
 from knn_moe.routers.find import Router, block_of
 from knn_moe.routers.intercept import Callback, ReplaceLogits, RouterHook
 
-_ROWS: Final = 1 << 15  # tokens × experts that are run together
+_ROWS: Final = 1 << 15  # tokens × experts that run together
 
 
 class ChooseAll(TorchFunctionMode):
-    """While active, a top-k of the router's choice over its experts picks all of them."""
+    """While active, make the router's top-k over its experts choose all of them."""
 
     def __init__(self, router: Router) -> None:
         super().__init__()
@@ -51,17 +51,17 @@ class ChooseAll(TorchFunctionMode):
 
 
 class StraightThrough(torch.autograd.Function):
-    """The experts' output as it is; on the way back, a gradient for the weights of all experts.
+    """Return the experts' output unchanged; in the backward pass, give all weights a gradient.
 
-    What d Σ_j p_j E_j(x) / dp_j is, ⟨slope, E_j(x)⟩, needs no graph: the experts run in the
-    backward pass only, a few at a time.
+    The gradient of Σ_j p_j E_j(x) to p_j is ⟨slope, E_j(x)⟩, slope being the output's. It needs no
+    graph: the experts run in the backward pass only, a few at a time.
     """
 
     @staticmethod
     def forward(
         ctx: Any, output: Tensor, weights: Tensor, indices: Tensor, x: Tensor, experts: Experts
     ) -> Tensor:
-        """Shapes: output, x [T, d]; weights, indices [T, n], experts in any order."""
+        """Shapes: output, x [T, d]; weights, indices [T, N], the experts in any order."""
         ctx.save_for_backward(indices, x)
         ctx.experts, ctx.dtype = experts, weights.dtype
         return output.view_as(output)
@@ -70,44 +70,52 @@ class StraightThrough(torch.autograd.Function):
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         indices, x = ctx.saved_tensors
         (slope,) = slopes
-        gains = ctx.experts.gains(x, slope).gather(1, indices)
-        return slope, gains.to(ctx.dtype), None, None, None
+        gradient = ctx.experts.weight_gradient(x, slope).gather(1, indices)
+        return slope, gradient.to(ctx.dtype), None, None, None
 
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of one block, run one by one instead of mixed."""
+    """The experts of one block, whose outputs are computed one by one instead of mixed."""
 
     module: nn.Module
-    number: int
+    count: int
 
-    def gains(self, x: Tensor, slope: Tensor) -> Tensor:
-        """⟨slope, E_j(x)⟩ for every expert j. Shapes: x, slope [T, d] → [T, N] fp32."""
+    def weight_gradient(self, x: Tensor, slope: Tensor) -> Tensor:
+        """Return ⟨slope, E_j(x)⟩ for every expert j. Shapes: x, slope [T, d] → [T, N] fp32."""
+        experts = torch.arange(self.count, device=x.device)
         together = max(1, _ROWS // len(x))
-        parts = [
-            self._gains_of(range(start, min(start + together, self.number)), x, slope)
-            for start in range(0, self.number, together)
-        ]
+        parts = [self._gradient_of(part, x, slope) for part in experts.split(together)]
         return torch.cat(parts, dim=1)
 
-    def _gains_of(self, numbers: range, x: Tensor, slope: Tensor) -> Tensor:
-        # Experts that transformers does not dispatch may not know a single choice (LongCat): they
+    def _gradient_of(self, experts: Tensor, x: Tensor, slope: Tensor) -> Tensor:
+        # Experts that transformers does not dispatch may not accept a single choice (LongCat): they
         # get it twice, the second time with no weight.
         columns = 1 if hasattr(self.module, "has_gate") else 2
-        count = len(numbers)
-        chosen = torch.arange(numbers.start, numbers.stop, device=x.device)
-        index = chosen.repeat_interleave(len(x))[:, None].expand(-1, columns)
+        index = experts.repeat_interleave(len(x))[:, None].expand(-1, columns)
         weight = torch.zeros(index.shape, dtype=x.dtype, device=x.device)
         weight[:, 0] = 1
-        values: Tensor = self.module.forward(x.repeat(count, 1), index, weight)
-        return (values.view(count, *x.shape) * slope).sum(dim=-1, dtype=torch.float32).T
+        outputs: Tensor = self.module.forward(x.repeat(len(experts), 1), index, weight)
+        return (outputs.view(len(experts), *x.shape) * slope).sum(dim=-1, dtype=torch.float32).T
 
 
-class DenseGradient(RouterHook):
-    """A router hook whose replaced logits get their gradient through all experts."""
+class DenseGradientHook(RouterHook):
+    """A router hook whose replaced logits get their gradient through all experts.
 
-    def __init__(self, router: Router, callback: Callback, experts: nn.Module) -> None:
+    Args:
+        model: The model that `router` belongs to.
+        router: The router whose logits go through `callback`.
+        callback: (inputs [T, d], logits [T, N]) → the logits to use [T, N].
+
+    Raises:
+        UnsupportedModelError: The router's block does not call its experts in the usual way.
+    """
+
+    def __init__(self, model: nn.Module, router: Router, callback: Callback) -> None:
         super().__init__(router, callback)
+        experts = getattr(block_of(model, router.name), "experts", None)
+        if not isinstance(experts, nn.Module):
+            raise _unsupported(router)
         self.experts = Experts(experts, router.num_experts)
         self.all_experts: tuple[Tensor, Tensor] | None = None
 
@@ -118,16 +126,16 @@ class DenseGradient(RouterHook):
         if output is None:
             return None
         with ReplaceLogits(self.router, self.callback), ChooseAll(self.router):
-            everything = module.forward(*args, **kwargs)
-        index, weight = self._places(output)
-        self.all_experts = everything[index], everything[weight]
+            of_all = module.forward(*args, **kwargs)
+        index, weight = self._find_choice(output)
+        self.all_experts = of_all[index], of_all[weight]
         return tuple(part.detach() if isinstance(part, Tensor) else part for part in output)
 
     def after_experts(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
     ) -> Tensor:
         if self.all_experts is None or len(args) != 3 or kwargs:
-            raise unsupported(self.router)
+            raise _unsupported(self.router)
         indices, weights = self.all_experts
         self.all_experts = None
         straight_through: Any = StraightThrough.apply
@@ -140,30 +148,22 @@ class DenseGradient(RouterHook):
             self.experts.module.register_forward_hook(self.after_experts, with_kwargs=True),
         ]
 
-    def _places(self, output: Any) -> tuple[int, int]:
-        """Where in the router's output the chosen experts are, and where their weights."""
+    def _find_choice(self, output: Any) -> tuple[int, int]:
+        """Return the positions of the chosen experts and of their weights in a router's output."""
         parts = output if isinstance(output, tuple) else ()
-        fitting = {
-            place: part.dtype.is_floating_point
-            for place, part in enumerate(parts)
+        floating = {
+            position: part.dtype.is_floating_point
+            for position, part in enumerate(parts)
             if isinstance(part, Tensor) and part.shape[-1] == self.router.top_k
         }
-        indices = [place for place, floating in fitting.items() if not floating]
-        weights = [place for place, floating in fitting.items() if floating]
+        indices = [position for position in floating if not floating[position]]
+        weights = [position for position in floating if floating[position]]
         if not indices or not weights:
-            raise unsupported(self.router)
+            raise _unsupported(self.router)
         return indices[0], weights[-1]
 
 
-def dense_gradient(model: nn.Module, router: Router, callback: Callback) -> DenseGradient:
-    """The hook for `router`, with the experts module of its block."""
-    experts = getattr(block_of(model, router.name), "experts", None)
-    if not isinstance(experts, nn.Module):
-        raise unsupported(router)
-    return DenseGradient(router, callback, experts)
-
-
-def unsupported(router: Router) -> UnsupportedModelError:
+def _unsupported(router: Router) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"gradient='dense' needs a block that calls experts(hidden_states, indices, weights); the "
         f"one around router {router.name!r} does not. Use gradient='sparse'."

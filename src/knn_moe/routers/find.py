@@ -1,7 +1,7 @@
 """Find a model's MoE routers. Knows how transformers declares and names them.
 
-Does not know how logits are recorded or replaced (intercept.py), nor any family's gating: a
-router's own forward is the only gating there is.
+Does not know how logits are recorded or replaced (intercept.py), nor how any family gates: the
+router's own forward does that.
 """
 
 from __future__ import annotations
@@ -26,7 +26,17 @@ _ATTENTION: Final = re.compile(r"(^|[._])(self_attn|self_attention|attention|att
 
 @dataclass(frozen=True)
 class Router:
-    """One MoE layer's router: where it is and what it maps, x [d] → logits [N] → top-k."""
+    """One MoE layer's router: where it is and what it maps, x [d] → logits [N] → top-k.
+
+    Attributes:
+        name: The module's name in the model.
+        layer: The number of its decoder layer.
+        num_experts: N.
+        hidden_size: d.
+        top_k: How many experts it chooses for a token.
+        module: The router.
+        scope: The module whose forward computes the logits: the router, or the block around it.
+    """
 
     name: str
     layer: int
@@ -34,25 +44,34 @@ class Router:
     hidden_size: int
     top_k: int
     module: nn.Module = field(repr=False)
-    scope: nn.Module = field(repr=False)  # the module whose forward computes the logits
+    scope: nn.Module = field(repr=False)
 
     @property
     def weight(self) -> Tensor:
-        return _weight(self.module)
+        """The matrix that computes the logits. Shape [N, d]."""
+        return next(_weights(self.module))
 
     @property
     def device(self) -> torch.device:
+        """The device that the router runs on."""
         return run_device(self.module)
 
 
 def find_routers(model: nn.Module) -> list[Router]:
-    """Every MoE router of `model`, in the order of its layers.
+    """Return every MoE router of `model`, in the order of its layers.
 
-    Asks, in turn: adapters registered under the entry-point group 'knn_moe.routers' (a callable
-    from model to {module name: router module}, or None); what transformers declares for
-    `output_router_logits`; modules named 'gate' or 'router' inside an MoE block.
+    Looks, in this order, for: adapters registered under the entry-point group 'knn_moe.routers' (a
+    callable from the model to {module name: router module} or None); what transformers declares
+    for `output_router_logits`; modules named 'gate' or 'router' inside an MoE block.
+
+    Args:
+        model: A transformers model, also with PEFT adapters outside its routers.
+
+    Raises:
+        UnsupportedModelError: There is no router, it has an adapter on its linear map, or nothing
+            says how many experts it chooses.
     """
-    found = _registered(model) or _declared(model) or _named(model)
+    found = _find_registered(model) or _find_declared(model) or _find_named(model)
     if not found:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no router this library can find. Looked for: a "
@@ -63,7 +82,7 @@ def find_routers(model: nn.Module) -> list[Router]:
     return _number([_describe(model, name, module) for name, module in found.items()])
 
 
-def _registered(model: nn.Module) -> dict[str, nn.Module]:
+def _find_registered(model: nn.Module) -> dict[str, nn.Module]:
     for entry in entry_points(group=ENTRY_POINTS):
         found = entry.load()(model)
         if found:
@@ -71,10 +90,10 @@ def _registered(model: nn.Module) -> dict[str, nn.Module]:
     return {}
 
 
-def _declared(model: nn.Module) -> dict[str, nn.Module]:
-    """Routers by class, from each sub-model's `_can_record_outputs["router_logits"]`.
+def _find_declared(model: nn.Module) -> dict[str, nn.Module]:
+    """Find routers by class, from each sub-model's `_can_record_outputs["router_logits"]`.
 
-    Older releases declare the whole block instead of the router in it; take the router then.
+    Older releases declare the whole block instead of the router in it.
     """
     found: dict[str, nn.Module] = {}
     for prefix, part in model.named_modules():
@@ -82,13 +101,13 @@ def _declared(model: nn.Module) -> dict[str, nn.Module]:
         recorders = declared if isinstance(declared, list | tuple) else (declared,)
         for inner, module in part.named_modules(prefix=prefix):
             if any(_records(recorder, inner, module) for recorder in recorders):
-                name, router = _descend(inner, module)
+                name, router = _find_in_block(inner, module)
                 found[name] = router
     return found
 
 
 def _records(recorder: Any, name: str, module: nn.Module) -> bool:
-    """Whether transformers would record this module's router logits (MoE attention aside)."""
+    """Whether transformers would record this module's router logits (except in attention)."""
     target = getattr(recorder, "target_class", recorder)
     suffix = getattr(recorder, "layer_name", None) or ""
     path = f".{name}.".replace(".base_layer.", ".")
@@ -100,32 +119,33 @@ def _records(recorder: Any, name: str, module: nn.Module) -> bool:
     )
 
 
-def _descend(name: str, module: nn.Module) -> tuple[str, nn.Module]:
+def _find_in_block(name: str, module: nn.Module) -> tuple[str, nn.Module]:
+    """Return the router of a block, or `module` itself if it is not a block."""
     for child in _ROUTER_NAMES:
         if hasattr(module, "experts") and hasattr(module, child):
-            return _inside_adapter(f"{name}.{child}", getattr(module, child))
+            return _unwrap_adapter(f"{name}.{child}", getattr(module, child))
     return name, module
 
 
-def _inside_adapter(name: str, module: nn.Module) -> tuple[str, nn.Module]:
-    """The router itself, where PEFT has put an adapter around it."""
+def _unwrap_adapter(name: str, module: nn.Module) -> tuple[str, nn.Module]:
+    """Return the router inside the adapters that PEFT has put around it."""
     while isinstance(getattr(module, "base_layer", None), nn.Module):
         name, module = f"{name}.base_layer", module.base_layer  # type: ignore[assignment]
     return name, module
 
 
-def _named(model: nn.Module) -> dict[str, nn.Module]:
-    """Outermost modules named gate or router that sit in an MoE block and have an [N, d] weight."""
+def _find_named(model: nn.Module) -> dict[str, nn.Module]:
+    """Find the outermost modules named gate or router in MoE blocks that have an [N, d] weight."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         parent, _, last = name.rpartition(".")
-        inside = any(name.startswith(f"{bare_name(outer)}.") for outer in found)
+        inside = any(name.startswith(f"{name_without_adapters(outer)}.") for outer in found)
         if last not in _ROUTER_NAMES or inside or _ATTENTION.search(parent):
             continue
         block = model.get_submodule(parent)
         is_moe = "moe" in type(block).__name__.lower() or hasattr(block, "experts")
-        router_name, router = _inside_adapter(name, module)
-        if is_moe and _has_weight(router):
+        router_name, router = _unwrap_adapter(name, module)
+        if is_moe and any(True for _ in _weights(router)):
             found[router_name] = router
     return found
 
@@ -133,10 +153,10 @@ def _named(model: nn.Module) -> dict[str, nn.Module]:
 def _describe(model: nn.Module, name: str, module: nn.Module) -> Router:
     parent = block_of(model, name)
     _refuse_adapted(model, name, module)
-    num_experts, hidden_size = _weight(module).shape
+    num_experts, hidden_size = next(_weights(module)).shape
     numbers = re.findall(r"(?:^|\.)(\d+)(?:\.|$)", name)
     # GPT-OSS in MXFP4 computes the logits in the block's forward and never calls the router.
-    around = type(getattr(parent, "experts", None)).__name__.startswith("Mxfp4")
+    computed_by_block = type(getattr(parent, "experts", None)).__name__.startswith("Mxfp4")
     return Router(
         name=name,
         layer=int(numbers[0]) if numbers else 0,
@@ -144,28 +164,31 @@ def _describe(model: nn.Module, name: str, module: nn.Module) -> Router:
         hidden_size=hidden_size,
         top_k=_top_k(name, (module, parent, *_configs(model))),
         module=module,
-        scope=parent if around else module,
+        scope=parent if computed_by_block else module,
     )
 
 
-def bare_name(name: str) -> str:
-    """A router's name without the adapters around it."""
+def name_without_adapters(name: str) -> str:
+    """Return a router's name without the PEFT wrappers around it."""
     return name.replace(".base_layer", "")
 
 
 def block_of(model: nn.Module, name: str) -> nn.Module:
-    """The module a router belongs to."""
-    return model.get_submodule(bare_name(name).rpartition(".")[0])
+    """Return the MoE block of the router called `name`."""
+    return model.get_submodule(name_without_adapters(name).rpartition(".")[0])
 
 
 def _refuse_adapted(model: nn.Module, name: str, module: nn.Module) -> None:
-    """An adapter around a linear map adds to the logits after us; one of its weight does not."""
-    bare = bare_name(name)
-    around = type(model.get_submodule(bare)).__name__ if bare != name else "ParamWrapper"
+    """Refuse an adapter on the linear map: it would add to the logits that a memory has mixed.
+
+    PEFT's ParamWrapper changes the weight itself, before the logits are computed.
+    """
+    outer = name_without_adapters(name)
+    around = type(model.get_submodule(outer)).__name__ if outer != name else "ParamWrapper"
     inside = any(hasattr(child, "base_layer") for child in module.children())
     if inside or around != "ParamWrapper":
         raise UnsupportedModelError(
-            f"Router {bare!r} has an adapter on its linear map, which would act after the memory. "
+            f"Router {outer!r} has an adapter on its linear map, which would act after the memory. "
             f"Merge it first (merge_and_unload), or leave the router out of target_modules."
         )
 
@@ -177,8 +200,8 @@ def _top_k(name: str, places: tuple[object, ...]) -> int:
             if isinstance(value, int):
                 return value
     raise UnsupportedModelError(
-        f"Router {name!r} does not say how many experts it picks. "
-        f"Looked for: {', '.join(_TOP_K_NAMES)} on the router, its block and the config."
+        f"Nothing says how many experts router {name!r} chooses. "
+        f"Looked for: {', '.join(_TOP_K_NAMES)} on the router, its block and the model's config."
     )
 
 
@@ -189,16 +212,8 @@ def _configs(model: nn.Module) -> Iterator[object]:
         yield config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def _has_weight(module: nn.Module) -> bool:
-    return next(_weights(module), None) is not None
-
-
-def _weight(module: nn.Module) -> Tensor:
-    """The [N, d] matrix that makes the logits: the router's own, or that of the linear in it."""
-    return next(_weights(module))
-
-
 def _weights(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the [N, d] matrices that may compute the logits: the router's own comes first."""
     own = getattr(module, "weight", None)
     if isinstance(own, Tensor) and own.ndim == 2:
         yield own
@@ -209,7 +224,7 @@ def _weights(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _number(routers: list[Router]) -> list[Router]:
-    """Order by layer; count up instead where two routers claim one layer (encoder, decoder)."""
+    """Order by layer; number in order of appearance where two share one (encoder, decoder)."""
     if len({router.layer for router in routers}) < len(routers):
         return [replace(router, layer=index) for index, router in enumerate(routers)]
     return sorted(routers, key=lambda router: router.layer)

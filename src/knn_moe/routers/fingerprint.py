@@ -1,7 +1,7 @@
-"""Which model and tokenizer a memory belongs to.
+"""Identify the model and the tokenizer that a memory belongs to.
 
-A fingerprint is a hash of the router weights, rounded to bf16 so that one checkpoint loaded in
-two precisions is one model.
+A model's fingerprint is a hash of its router weights, rounded to bf16: a checkpoint has the same
+one in every precision.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from knn_moe.support.embedded_models import public_name
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """A model's name, for people; its fingerprint, for machines."""
+    """A model's name, for people, and its fingerprint, for comparison."""
 
     name: str
     revision: str | None
@@ -34,6 +34,11 @@ class ModelIdentity:
 
 
 def identify(model: nn.Module, routers: list[Router]) -> ModelIdentity:
+    """Return the identity of `model`, whose routers are `routers`.
+
+    Raises:
+        UnsupportedModelError: The weights of a router have not been loaded.
+    """
     config: Any = getattr(model, "config", None)
     name = getattr(config, "_name_or_path", "") or getattr(config, "name_or_path", "")
     inner = unwrap(model)
@@ -46,6 +51,7 @@ def identify(model: nn.Module, routers: list[Router]) -> ModelIdentity:
 
 
 def fingerprint(routers: list[Router]) -> str:
+    """Return the SHA-256 of the routers' shapes and weights; LoRA's weights do not count."""
     digest = hashlib.sha256()
     for router in routers:
         digest.update(f"{router.layer} {router.num_experts} {router.hidden_size}\n".encode())
@@ -58,7 +64,7 @@ def fingerprint(routers: list[Router]) -> str:
 
 
 def _materialise(module: nn.Module, name: str, parameter: Tensor) -> Tensor:
-    """A parameter that accelerate keeps elsewhere until its module runs, fetched from there."""
+    """Return the parameter, also if accelerate keeps it elsewhere until its module runs."""
     if not parameter.is_meta:
         return parameter
     owner, _, leaf = name.rpartition(".")
@@ -68,13 +74,14 @@ def _materialise(module: nn.Module, name: str, parameter: Tensor) -> Tensor:
             value: Tensor = weights[leaf]
             return value
     raise UnsupportedModelError(
-        f"The router weight {name!r} has no data (it is on the meta device): load the model's "
+        f"The router weight {name!r} has no data (it is on the meta device). Load the model's "
         f"weights first."
     )
 
 
 def identify_tokenizer(tokenizer: Any) -> dict[str, str | None]:
-    """Hashes of the vocabulary with its rules, and of the chat template."""
+    """Return the tokenizer's name, and hashes of its vocabulary with its rules and of its chat
+    template."""
     template = getattr(tokenizer, "chat_template", None)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:

@@ -1,9 +1,9 @@
-"""The experts' forward pass for building: grouped matrix products, cheaper to differentiate.
+"""Run the experts as grouped matrix products that are cheap to differentiate.
 
-transformers lets anybody register a way to run the experts. This one computes what its
-`grouped_mm` computes; it differs in the backward of the two shuffles around the products, which
-are gathers here instead of scattered additions, and in leaving out the masks that only expert
-parallelism needs. Used while a memory is built on a GPU, never otherwise.
+transformers has a registry of ways to run the experts. This one computes the same as its
+`grouped_mm`, with two differences: the backward passes of the two permutations around the products
+are gathers instead of scattered additions, and the masks that only expert parallelism needs are
+left out. It is used only while a memory is built on a GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ NAME: Final = "knn_moe_grouped"
 
 
 class SpreadRows(torch.autograd.Function):
-    """Row `source[i]` of x to place i; every row goes to `copies` places."""
+    """Copy row `source[i]` of x to row i; every row of x is copied `copies` times.
+
+    Shapes: x [T, d]; source [T × copies]; places [T × copies], the rows that the copies of x[0],
+    x[1], … went to. Result [T × copies, d].
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, source: Tensor, places: Tensor, copies: int) -> Tensor:
@@ -38,7 +42,7 @@ class SpreadRows(torch.autograd.Function):
 
 
 class PermuteRows(torch.autograd.Function):
-    """Row `order[i]` of x to place i; `inverse` undoes it."""
+    """Move row `order[i]` of x to row i; `inverse` undoes it. Shapes: x [n, d]; both [n]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -54,7 +58,10 @@ class PermuteRows(torch.autograd.Function):
 def grouped_experts(
     self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Σ_j a_j E_j(x). Shapes: hidden_states [T, d]; top_k_index, top_k_weights [T, k] → [T, d]."""
+    """Return Σ_j a_j E_j(x), as transformers calls its experts (§3).
+
+    Shapes: hidden_states [T, d]; top_k_index, top_k_weights [T, top_k]. Result [T, d].
+    """
     top_k = top_k_index.shape[-1]
     expert, order = torch.sort(top_k_index.reshape(-1))
     inverse = torch.empty_like(order)
@@ -85,14 +92,17 @@ def grouped_experts(
 
 @contextmanager
 def use_grouped_experts(model: nn.Module) -> Iterator[None]:
-    """The fastest experts that have gradients, for as long as this lasts."""
+    """Run the experts of `model` in the fastest way that has gradients, while inside.
+
+    Families whose experts transformers does not dispatch keep theirs.
+    """
     inner = unwrap(model)
     before = getattr(getattr(inner, "config", None), "_experts_implementation", None)
     chosen = _fastest(inner)
     try:
         if before is not None and chosen != before:
             inner.set_experts_implementation(chosen)
-    except ValueError:  # a family with experts of its own kind
+    except ValueError:  # a family whose experts are not dispatched
         before = None
     try:
         yield
@@ -103,9 +113,9 @@ def use_grouped_experts(model: nn.Module) -> Iterator[None]:
 
 def _fastest(model: Any) -> str:
     if model.dtype == torch.float64:
-        return "eager"  # grouped products know no doubles
-    plain = model.device.type != "cuda" or torch.distributed.is_initialized()
-    if plain or not hasattr(moe, "_grouped_linear"):
+        return "eager"  # grouped products have no float64
+    single_gpu = model.device.type == "cuda" and not torch.distributed.is_initialized()
+    if not single_gpu or not hasattr(moe, "_grouped_linear"):
         return "grouped_mm"
     moe.ALL_EXPERTS_FUNCTIONS.register(NAME, grouped_experts)
     return NAME

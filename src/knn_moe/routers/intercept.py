@@ -1,11 +1,11 @@
 """Record and replace a router's logits while its own forward does the gating (π, §3).
 
-A router computes logits = F.linear(x, W) and then gates them in its family's way. For the length
-of that forward a torch-function mode stands between: it hands (x, logits) to a callback and puts
-the callback's answer in the logits' place. No gating is written here, no module is swapped, and a
-callback that returns the logits it was given leaves the model as it was, bit for bit.
+A router computes logits = F.linear(x, W) and then gates them in its family's way. During that
+forward a torch-function mode hands (x, logits) to a callback and replaces the logits by what the
+callback returns. No gating is written here, no module is replaced, and a callback that returns the
+logits it was given leaves the model's output as it is, bit for bit.
 
-Knows hooks and modes; nothing of memories or of gradients.
+Knows hooks and modes; knows nothing of memories or gradients.
 """
 
 from __future__ import annotations
@@ -24,26 +24,30 @@ from torch.utils.hooks import RemovableHandle
 from knn_moe.errors import UnsupportedModelError
 from knn_moe.routers.find import Router
 
-_TRIALS: Final = 64  # rows of logits that show how a router chooses
+_TRIALS: Final = 64  # random rows of logits that show how a router chooses
 # (router inputs [T, d], logits [T, N]) → logits to use [T, N]
 Callback: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
 class ReplaceLogits(TorchFunctionMode):
-    """While active, pass the router's linear map through a callback; everything else as it is.
+    """While active, pass the result of the router's linear map through a callback.
 
-    In a router's own forward the first F.linear is the one. In a forward that computes the logits
-    around the router (`by_weight`), it is the F.linear with the router's weight. `brief`: nobody
-    else wants to see what the router does after it.
+    In a router's own forward this is the first F.linear. In the forward of a block that computes
+    the logits itself, it is the F.linear with the router's weight.
+
+    Args:
+        router: The router whose forward runs while this mode is active.
+        callback: (inputs [T, d], logits [T, N]) → the logits to use [T, N].
+        stop_after: Intercept nothing after the linear map, for speed, if no other mode is active.
     """
 
-    def __init__(self, router: Router, callback: Callback, *, brief: bool = False) -> None:
+    def __init__(self, router: Router, callback: Callback, *, stop_after: bool = False) -> None:
         self.router = router
         self.callback = callback
         self.by_weight = router.scope is not router.module
-        self.brief = brief and not self.by_weight
+        self.stop_after = stop_after and not self.by_weight
         self.done = False
-        self._rest: AbstractContextManager[None] | None = None
+        self._disabled: AbstractContextManager[None] | None = None
 
     def __torch_function__(
         self,
@@ -67,22 +71,21 @@ class ReplaceLogits(TorchFunctionMode):
             replaced = self.callback(inputs.reshape(-1, self.router.hidden_size), logits)
             if replaced is logits:
                 replaced = result
-        if self.brief and not torch.compiler.is_compiling():
-            self._let_the_rest_be(result)
+        if self.stop_after and not torch.compiler.is_compiling():
+            self._stop_intercepting(result)
         if replaced is result or (flat and replaced.dtype == result.dtype):
             return replaced
         return replaced.to(result.dtype).reshape_as(result)
 
-    def _let_the_rest_be(self, result: Tensor) -> None:
-        """What is still to come of the router's forward is none of our business, and eager code
-        feels every function that passes through here: none does, if no other mode is active."""
+    def _stop_intercepting(self, result: Tensor) -> None:
+        """Let the rest of the router's forward run at full speed, unless another mode is active."""
         if type(result) is Tensor and torch._C._len_torch_function_stack() == 0:
-            self._rest = torch._C.DisableTorchFunction()
-            self._rest.__enter__()
+            self._disabled = torch._C.DisableTorchFunction()
+            self._disabled.__enter__()
 
     def __exit__(self, *failure: Any) -> None:
-        if self._rest is not None:
-            self._rest.__exit__(*failure)
+        if self._disabled is not None:
+            self._disabled.__exit__(*failure)
         super().__exit__(*failure)  # type: ignore[no-untyped-call]
 
 
@@ -90,10 +93,8 @@ class CallState:
     """What a hook keeps between the beginning and the end of one router call."""
 
     mode: ReplaceLogits | None = None
-    # What the callback leaves for the end of the call: its business alone.
-    step: Any = None
-    # And for the end of the model's, where somebody asked for it: the inputs [T, d].
-    read: Tensor | None = None
+    step: Any = None  # what the callback leaves for the end of the call
+    inputs: Tensor | None = None  # [T, d], kept until the end of the model's forward if needed
 
 
 class _PerThread(threading.local):
@@ -102,7 +103,12 @@ class _PerThread(threading.local):
 
 
 class RouterHook:
-    """The pair of hooks that keeps `ReplaceLogits` active during one router's forward."""
+    """Two module hooks that keep `ReplaceLogits` active during one router's forward.
+
+    Args:
+        router: The router whose logits go through `callback`.
+        callback: (inputs [T, d], logits [T, N]) → the logits to use [T, N].
+    """
 
     def __init__(self, router: Router, callback: Callback) -> None:
         self.router = router
@@ -112,38 +118,40 @@ class RouterHook:
 
     @property
     def state(self) -> CallState:
-        """Of the call under way in this thread. Compiled calls, one at a time, have their own."""
+        """The state of this thread's current call. Compiled calls share one of their own."""
         return self._compiled if torch.compiler.is_compiling() else self._threads.state
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self.state.mode = mode = ReplaceLogits(self.router, self.callback, brief=True)
+        """Start intercepting."""
+        self.state.mode = mode = ReplaceLogits(self.router, self.callback, stop_after=True)
         mode.__enter__()  # type: ignore[no-untyped-call]
 
     def after(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
+        """Stop intercepting. Runs after a failure too, then with no output."""
         state = self.state
         mode, state.mode = state.mode, None
         if mode is None:
             return
         mode.__exit__(None, None, None)
-        # Called after a failure too, with no output: let the failure itself be heard.
         if output is not None and not mode.done:
             raise UnsupportedModelError(
                 f"Router {self.router.name!r} computed its logits without torch.nn.functional."
-                f"linear, so they cannot be replaced. A fused kernel may have taken over: load the "
+                f"linear, so they cannot be replaced. If a fused kernel computes them, load the "
                 f"model without it (use_kernels=False)."
             )
 
-    def take_read(self) -> Tensor | None:
-        """What the last call left of its inputs, once; it may have been compiled, and this not."""
+    def take_inputs(self) -> Tensor | None:
+        """Return the inputs [T, d] that the last call kept, eager or compiled, and forget them."""
         states = self.state, self._compiled
-        read = next((state.read for state in states if state.read is not None), None)
+        inputs = next((state.inputs for state in states if state.inputs is not None), None)
         for state in states:
-            state.read = None
-        return read
+            state.inputs = None
+        return inputs
 
     def install(self) -> list[RemovableHandle]:
+        """Put the hooks on the module that computes the logits; its handles take them off."""
         scope = self.router.scope
         return [
             scope.register_forward_pre_hook(self.before, prepend=True),
@@ -153,8 +161,8 @@ class RouterHook:
         ]
 
 
-def hook_on(router: Router) -> RouterHook | None:
-    """The hook of this library that is on the router now, if any."""
+def find_hook(router: Router) -> RouterHook | None:
+    """Return this library's hook on the router, or None if it has none now."""
     for hook in router.scope._forward_pre_hooks.values():
         owner = getattr(hook, "__self__", None)
         if isinstance(owner, RouterHook):
@@ -163,16 +171,17 @@ def hook_on(router: Router) -> RouterHook | None:
 
 
 @torch.no_grad()
-def takes_top(router: Router) -> bool:
-    """Whether the router picks the top of its logits, as it is now: tried on shuffled ones.
+def chooses_top_logits(router: Router) -> bool:
+    """Return whether the router chooses the experts of its largest logits.
 
-    Group limits and correction biases bend the order; whatever cannot be tried counts as bent.
+    Tries it on random permutations. Group limits and correction biases change the order; a router
+    that cannot be tried counts as one that does so.
     """
     if router.scope is not router.module:
         return False
     draw = torch.Generator().manual_seed(0)
     ranks = [torch.randperm(router.num_experts, generator=draw) for _ in range(_TRIALS)]
-    # Eighths apart: exact in bf16 up to 256 experts, and near enough for a softmax to tell apart.
+    # Steps of 1/8 are exact in bf16 up to 256 experts, and a softmax does not saturate on them.
     trial = ((torch.stack(ranks) - router.num_experts // 2) / 8).to(router.device)
     inputs = torch.zeros(_TRIALS, router.hidden_size, device=router.device)
     inputs = inputs.to(router.weight.dtype)
@@ -187,10 +196,18 @@ def takes_top(router: Router) -> bool:
 
 
 def chosen_experts(router: Router, output: Any, logits: Tensor) -> Tensor:
-    """The experts a router picked, ascending: from what it returned, else the top of its logits.
+    """Return the experts that a router chose, ascending.
 
-    Every router in transformers that bends the order of its logits (group limits, correction
-    biases) returns the indices it chose. Shapes: logits [T, N]. Result [T, top_k].
+    Every router in transformers that changes the order of its logits (group limits, correction
+    biases) returns the indices it chose.
+
+    Args:
+        router: The router.
+        output: What its forward returned.
+        logits: The logits it gated, whose largest count if `output` has no indices. Shape [T, N].
+
+    Returns:
+        Expert numbers [T, top_k].
     """
     outputs = output if isinstance(output, tuple) else ()
     for part in outputs:

@@ -1,4 +1,4 @@
-"""A model as it is found: unwrapped, on its devices, frozen for a while, with hooks for a while."""
+"""Ask a model about its wrappers and devices; freeze it or install hooks for a while."""
 
 from __future__ import annotations
 
@@ -21,14 +21,20 @@ class Installable(Protocol):
 
 
 def unwrap(model: nn.Module) -> Any:
-    """The model itself, where PEFT or torch.compile has wrapped it."""
-    model = getattr(model, "_orig_mod", model)
+    """Return the transformers model inside the wrappers of torch.compile and PEFT."""
+    model = uncompiled(model)
     base: Any = getattr(model, "get_base_model", None)
     return model if base is None else base()
 
 
+def uncompiled(model: nn.Module) -> nn.Module:
+    """Return the model inside torch.compile's wrapper, which would trace our hooks."""
+    inner: nn.Module = getattr(model, "_orig_mod", model)
+    return inner
+
+
 def run_device(module: nn.Module) -> torch.device:
-    """Where a module runs; accelerate keeps offloaded weights on 'meta' until then."""
+    """Return the device a module runs on, also if accelerate has offloaded its weights."""
     weight = next(module.parameters())
     if not weight.is_meta:
         return weight.device
@@ -39,28 +45,28 @@ def run_device(module: nn.Module) -> torch.device:
     return weight.device
 
 
-def positions(model: nn.Module) -> int | None:
-    """How many tokens the model can read; None: it does not say."""
-    settings: Any = getattr(model, "config", None)
-    if hasattr(settings, "get_text_config"):
-        settings = settings.get_text_config()
-    return getattr(settings, "max_position_embeddings", None)
+def max_positions(model: nn.Module) -> int | None:
+    """Return how many tokens the model can read, or None if its config does not say."""
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    return getattr(config, "max_position_embeddings", None)
 
 
 def input_device(model: nn.Module) -> torch.device:
-    """Where token ids go: where the embedding runs."""
+    """Return the device for token ids: that of the embedding."""
     return run_device(unwrap(model).get_input_embeddings())
 
 
 def offload_hooks(module: nn.Module) -> list[Any]:
-    """The hooks accelerate has put on a module."""
+    """Return the hooks that accelerate has put on a module."""
     hook: Any = getattr(module, "_hf_hook", None)
     return [] if hook is None else list(getattr(hook, "hooks", (hook,)))
 
 
 @contextmanager
 def install_hooks(hooks: Sequence[Installable]) -> Iterator[None]:
-    """Hooks on inside, off outside."""
+    """Install the hooks, and remove them on the way out."""
     handles: list[RemovableHandle] = []
     try:
         for hook in hooks:
@@ -73,7 +79,7 @@ def install_hooks(hooks: Sequence[Installable]) -> Iterator[None]:
 
 @contextmanager
 def freeze(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode and no weight gradients inside; everything as it was outside."""
+    """Switch to evaluation mode without weight gradients, and back on the way out."""
     training = {module: module.training for module in model.modules()}
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
@@ -89,10 +95,10 @@ def freeze(model: nn.Module) -> Iterator[None]:
 
 
 def forget_compiled_graphs() -> None:
-    """Let torch.compile look again: graphs compiled earlier would go around new hooks.
+    """Make torch.compile trace again: graphs compiled earlier do not call new hooks.
 
-    There is no way to forget one model's graphs only: every compiled model of this process is
-    compiled again when it is next called.
+    torch cannot forget the graphs of one model only: every compiled model of this process is
+    compiled again at its next call.
     """
     tracer = sys.modules.get("torch._dynamo.convert_frame")
     # Resetting a compiler that compiled nothing costs seconds of imports.
@@ -100,15 +106,9 @@ def forget_compiled_graphs() -> None:
         torch.compiler.reset()
 
 
-def uncompiled(model: nn.Module) -> nn.Module:
-    """Return the model inside torch.compile's wrapper, which would trace our hooks."""
-    inner: nn.Module = getattr(model, "_orig_mod", model)
-    return inner
-
-
 @contextmanager
 def explain_out_of_memory(advice: str) -> Iterator[None]:
-    """Raise ModelTooLargeError with `advice` where the code inside runs out of memory."""
+    """Raise ModelTooLargeError with `advice` if the code inside runs out of memory."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:

@@ -1,6 +1,6 @@
 """The small trained models that come with the package, by name.
 
-Knows where they lie. They load like any folder, with `from_pretrained`, and need no network.
+Knows where they are. They load like any folder, with `from_pretrained`, and need no network.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ EMBEDDED_MODELS: Final = ("tiny-olmoe", "tiny-qwen3", "tiny-gpt-oss")
 
 
 def embedded_model(name: str) -> str:
-    """The folder of an embedded model; any other name as it is."""
+    """Return the folder of an embedded model, or any other name unchanged."""
     return str(_ASSETS / name) if name in EMBEDDED_MODELS else name
 
 
 def public_name(path: str) -> str:
-    """The reverse: what people call the model at `path`."""
+    """Return the name of the embedded model at `path`, or any other path unchanged."""
     folder = Path(path)
     return folder.name if folder.parent == _ASSETS else path

@@ -1,4 +1,4 @@
-"""Files and folders: written whole or not at all, and gone when nobody needs them."""
+"""Write files atomically; keep temporary folders for as long as they are used."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Written beside and renamed: what is there is whole, or what was there before."""
+    """Write `text` to a file beside `path` and rename it: `path` never holds a part of it."""
     scratch = path.with_name(f"{path.name}.new")
     try:
         scratch.write_text(text, encoding="utf8")
@@ -20,7 +20,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 class TemporaryFolder:
-    """A folder that goes when the last reference to it does."""
+    """A folder that is removed together with the last reference to this object."""
 
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="knn-moe-"))

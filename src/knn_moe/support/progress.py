@@ -1,4 +1,4 @@
-"""How far a long operation is: one form for all of them."""
+"""Report how far a long operation has come, in one form for all of them."""
 
 from __future__ import annotations
 

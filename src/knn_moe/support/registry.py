@@ -1,4 +1,4 @@
-"""Things by name, and one answer to a name that nobody knows."""
+"""Look things up by name, with one answer to an unknown name."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""How good a score is and whether a difference is real: statistics over test items.
+"""Intervals of scores, and tests of whether two methods score differently on the same items.
 
-Knows arrays of numbers, and names to keep them apart; nothing of models or tasks.
+Knows arrays of numbers and their names; knows nothing of models or tasks.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from knn_moe.errors import ConfigError
 Array: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 Scores: TypeAlias = Sequence[float] | np.ndarray[Any, np.dtype[Any]]
 
-_DRAWS: Final = 1 << 17  # items drawn at a time: 1 MB of indices, which stays in the cache
+_DRAWS: Final = 1 << 17  # items drawn at a time: 1 MB of indices, which fits in the cache
 _Z: Final = NormalDist().inv_cdf(0.975)  # standard errors on each side of a 95 % interval
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """A mean score, its 95 % interval, and of how many items it is."""
+    """A mean score, its 95 % interval, and the number of items."""
 
     mean: float
     low: float
@@ -42,11 +42,12 @@ class Comparison:
 
     @property
     def significant(self) -> bool:
+        """Whether p < 0.05."""
         return self.p < 0.05
 
 
 class Terciles(NamedTuple):
-    """The same comparison in three equal parts of the items."""
+    """One comparison for each third of the items."""
 
     low: Comparison
     mid: Comparison
@@ -54,22 +55,28 @@ class Terciles(NamedTuple):
 
 
 def accuracy(scores: Scores) -> Accuracy:
-    """The mean of one score for each item, with its 95 % interval.
+    """Return the mean of `scores` with its 95 % interval.
 
-    Wilson's interval where every score is 0 or 1; otherwise the normal one, 1.96 standard errors
-    of the mean on each side. Shape: scores [n].
+    The interval is Wilson's if every score is 0 or 1; otherwise the normal one, 1.96 standard
+    errors of the mean on each side.
+
+    Args:
+        scores: One score for each item. Shape [n].
+
+    Raises:
+        ConfigError: There is no score, one is not finite, or one alone is neither 0 nor 1.
     """
-    values, _ = _checked(scores, np.zeros(np.shape(scores)), None)
+    values, _ = _subtract(scores, np.zeros(np.shape(scores)), None)
     items, mean = len(values), float(values.mean())
     if np.isin(values, (0, 1)).all():
         shrink = 1 / (1 + _Z**2 / items)
         centre = shrink * (mean + _Z**2 / (2 * items))
         half = shrink * _Z * float(np.sqrt(mean * (1 - mean) / items + (_Z / (2 * items)) ** 2))
         low, high = max(0.0, centre - half), min(1.0, centre + half)
-        # Of all wrong or all right, rounding would leave the mean just outside.
+        # If all are 0 or all are 1, rounding would leave the mean just outside.
         return Accuracy(mean, min(mean, low), max(mean, high), items)
     if items == 1:
-        raise ConfigError(f"One item, with the score {mean}, says nothing of its spread: add more.")
+        raise ConfigError(f"One item (score {mean}) has no spread to measure. Add more items.")
     half = _Z * float(values.std(ddof=1) / np.sqrt(items))
     return Accuracy(mean, mean - half, mean + half, items)
 
@@ -82,35 +89,54 @@ def paired_bootstrap(
     *,
     weights: Scores | None = None,
 ) -> Comparison:
-    """Whether `first` scores differently from `second` on the same items, by resampling items.
+    """Compare two scores of the same items by resampling the items.
 
-    The difference is the mean of first - second; with weights, Σ w d / Σ w, the weights drawn
-    together with their items. The interval is the resamples' 2.5th to 97.5th percentile. The
-    p-value is twice the share of resamples on the rarer side of zero, those at zero counted on
-    both sides and the data themselves as one more: never 0, and 1 if nothing differs.
-    Shapes: first, second, weights [n].
+    The difference is the mean of first - second; with weights, Σ w d / Σ w, each weight drawn with
+    its item. The interval is the resamples' 2.5th to 97.5th percentile. The p-value is twice the
+    share of resamples on the rarer side of zero. A resample at zero counts on both sides, and the
+    data count as one more resample: p is never 0, and 1 if nothing differs.
+
+    Args:
+        first: One score for each item. Shape [n].
+        second: The scores to compare with. Shape [n].
+        resamples: How many resamples to draw.
+        seed: The seed of the draws.
+        weights: A positive weight for each item; None: all count the same. Shape [n].
+
+    Raises:
+        ConfigError: The shapes differ, there is no item, or a number is not finite.
     """
-    difference, weight = _checked(first, second, weights)
+    difference, weight = _subtract(first, second, weights)
     return _bootstrap(difference, weight, resamples, seed)
 
 
 def by_tercile(
     perplexity: Scores, first: Scores, second: Scores, resamples: int = 10_000, seed: int = 0
 ) -> Terciles:
-    """`paired_bootstrap` within each third of the items, by the base model's perplexity  (§5.2).
+    """Run `paired_bootstrap` within each third of the items, by the base model's perplexity (§5.2).
 
-    The thirds' sizes differ by one at most, the easier ones being larger; equal perplexities go by
-    the order of the items. Shapes: perplexity, first, second [n].
+    The sizes of the thirds differ by at most one, the easier ones being larger; items of equal
+    perplexity keep their order.
+
+    Args:
+        perplexity: The base model's, for each item. Shape [n].
+        first: One score for each item. Shape [n].
+        second: The scores to compare with. Shape [n].
+        resamples: How many resamples to draw.
+        seed: The seed of the draws.
+
+    Raises:
+        ConfigError: There are fewer than three items, or one has no perplexity.
     """
-    difference, _ = _checked(first, second, None)
+    difference, _ = _subtract(first, second, None)
     order = np.asarray(perplexity, dtype=np.float64)
     if order.shape != difference.shape or np.isnan(order).any():
         raise ConfigError(
-            f"Terciles need a perplexity for each of {len(difference)} items: got "
+            f"Terciles need a perplexity for each of {len(difference)} items, got "
             f"{int((~np.isnan(order)).sum())} in the shape {order.shape}."
         )
     if len(difference) < 3:
-        raise ConfigError(f"Three groups need three items at least, got {len(difference)}.")
+        raise ConfigError(f"Terciles need at least three items, got {len(difference)}.")
     thirds = np.array_split(order.argsort(kind="stable"), 3)
     return Terciles(*(_bootstrap(difference[part], None, resamples, seed) for part in thirds))
 
@@ -118,31 +144,41 @@ def by_tercile(
 def pooled(
     parts: Mapping[str, tuple[Scores, Scores]], resamples: int = 10_000, seed: int = 0
 ) -> Comparison:
-    """`paired_bootstrap` over the items of several tasks, one after the other (§5.1, "Avg.").
+    """Run `paired_bootstrap` over the items of several tasks together (§5.1, "Avg.").
 
-    Every item counts the same, so a task counts by its size. Shapes: {task: (first [n], second
-    [n])}, each task with its own n.
+    Every item counts the same, so a task counts by its size.
+
+    Args:
+        parts: {task: (first [n], second [n])}, each task with its own n.
+        resamples: How many resamples to draw.
+        seed: The seed of the draws.
+
+    Raises:
+        ConfigError: There is no task, or a task's scores cannot be compared.
     """
     if not parts:
         raise ConfigError("There are no tasks to pool.")
     differences = []
     for name, (first, second) in parts.items():
         try:
-            differences.append(_checked(first, second, None)[0])
+            differences.append(_subtract(first, second, None)[0])
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from None
     return _bootstrap(np.concatenate(differences), None, resamples, seed)
 
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:
-    """Holm's adjusted p-values: compared with 0.05, they keep 0.05 for the whole family.
+    """Return Holm's adjusted p-values: below 0.05, each is significant within the whole family.
 
     The i-th smallest of m is multiplied by m - i + 1, and is no smaller than the one before it.
+
+    Raises:
+        ConfigError: A p-value is not between 0 and 1.
     """
     values = np.array(list(p_values.values()), dtype=np.float64)
     for name, value in p_values.items():
         if not 0 <= value <= 1:
-            raise ConfigError(f"A p-value is from 0 to 1, and {name!r} has {value}.")
+            raise ConfigError(f"A p-value must be from 0 to 1, got {value} for {name!r}.")
     order = values.argsort(kind="stable")
     scaled = values[order] * np.arange(len(values), 0, -1)
     adjusted = np.empty_like(values)
@@ -165,7 +201,7 @@ def _bootstrap(difference: Array, weight: Array | None, resamples: int, seed: in
 
 
 def _resampled_means(difference: Array, weight: Array | None, resamples: int, seed: int) -> Array:
-    """Means of `resamples` draws of n items from n. Shapes: [n], [n] → [resamples]."""
+    """Return the means of `resamples` draws of n items from n. Shapes: [n], [n] → [resamples]."""
     draw = np.random.default_rng(seed)
     items = len(difference)
     weighted = difference if weight is None else difference * weight
@@ -173,27 +209,27 @@ def _resampled_means(difference: Array, weight: Array | None, resamples: int, se
     means = np.empty(resamples)
     for start in range(0, resamples, at_once):
         part = means[start : start + at_once]
-        # 64-bit indices: `take` would widen narrower ones first, at more than their drawing saves.
+        # 64-bit indices: `take` converts narrower ones first, which costs more than it saves.
         chosen = draw.integers(items, size=(len(part), items))
         total = items if weight is None else weight.take(chosen).sum(axis=1)
         part[:] = weighted.take(chosen).sum(axis=1) / total
     return means
 
 
-def _checked(first: Scores, second: Scores, weights: Scores | None) -> tuple[Array, Array | None]:
-    """The differences [n] and the weights [n], or what is wrong with them."""
+def _subtract(first: Scores, second: Scores, weights: Scores | None) -> tuple[Array, Array | None]:
+    """Return the differences [n] and the weights [n]; raise ConfigError if they cannot be had."""
     columns = [np.asarray(column, dtype=np.float64) for column in (first, second)]
     weight = None if weights is None else np.asarray(weights, dtype=np.float64)
     shapes = [column.shape for column in (*columns, *([] if weight is None else [weight]))]
     if len(set(shapes)) != 1 or len(shapes[0]) != 1:
         shown = ", ".join(map(str, shapes))
-        raise ConfigError(f"Paired scores need one number for each item, in equal order: {shown}.")
+        raise ConfigError(f"Paired scores need one number for each item, got the shapes {shown}.")
     if shapes[0] == (0,):
         raise ConfigError("There are no items to compare.")
     for column in columns:
         if not np.isfinite(column).all():
             item = int(np.flatnonzero(~np.isfinite(column))[0])
-            raise ConfigError(f"Item {item} has the score {column[item]}: leave it out of both.")
+            raise ConfigError(f"Item {item} has the score {column[item]}. Leave it out of both.")
     if weight is not None and not ((weight > 0) & np.isfinite(weight)).all():
-        raise ConfigError("Every weight must be a positive number: leave items of no weight out.")
+        raise ConfigError("Every weight must be a positive number. Leave out items of no weight.")
     return columns[0] - columns[1], weight

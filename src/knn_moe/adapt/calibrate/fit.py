@@ -27,7 +27,7 @@ from knn_moe.memory.gamma import Gammas
 from knn_moe.memory.memory import LayerMemory
 from knn_moe.reference.provenance import Provenance
 from knn_moe.reference.windows import TokenBatch
-from knn_moe.routers.dense_gradients import dense_gradient
+from knn_moe.routers.dense_gradients import DenseGradientHook
 from knn_moe.routers.find import Router
 from knn_moe.routers.intercept import RouterHook
 from knn_moe.routers.model_state import freeze, input_device, install_hooks
@@ -167,7 +167,7 @@ def mixing(
     hooks = [
         RouterHook(mix.cases.router, mix)
         if dense is None
-        else dense_gradient(dense, mix.cases.router, mix)
+        else DenseGradientHook(dense, mix.cases.router, mix)
         for mix in mixes
     ]
     with install_hooks(hooks):

@@ -18,7 +18,7 @@ from knn_moe.adapt.calibrate.fit import Cases, next_logits
 from knn_moe.adapt.calibrate.judge import Baseline, Recall, compare_by_example
 from knn_moe.adapt.calibrate.splits import Reading
 from knn_moe.config import HeadConfig, RoutingConfig
-from knn_moe.equations.next_token import mixed_likelihoods
+from knn_moe.equations.next_token import mix_likelihoods
 from knn_moe.routers.intercept import RouterHook
 from knn_moe.routers.model_state import freeze, install_hooks
 from knn_moe.support.statistics import Comparison
@@ -54,7 +54,7 @@ class Told(NamedTuple):
     def losses(self, config: HeadConfig) -> Tensor:
         """Of each token, with a head. Shape [T]."""
         near = self.distance[:, : config.k], self.right[:, : config.k]
-        (_, found), *_ = mixed_likelihoods(self.own, *near, 1 / config.gamma_scale, [config.weight])
+        (_, found), *_ = mix_likelihoods(self.own, *near, 1 / config.gamma_scale, [config.weight])
         return -found
 
 
@@ -101,7 +101,7 @@ def likeliest(told: Told) -> HeadConfig:
     tried = []
     for k, scale in product(KS, SCALES):
         near = told.distance[:, :k], told.right[:, :k]
-        for weight, found in mixed_likelihoods(told.own, *near, 1 / scale):
+        for weight, found in mix_likelihoods(told.own, *near, 1 / scale):
             tried.append((-float(found.double().mean()), k, scale, weight))
     _, k, scale, weight = min(tried)
     return HeadConfig(k=k, gamma_scale=scale, weight=weight)

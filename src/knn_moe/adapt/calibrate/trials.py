@@ -25,7 +25,7 @@ from knn_moe.memory.memory import RoutingMemory
 from knn_moe.reference.provenance import owners
 from knn_moe.reference.windows import ReferenceTokens
 from knn_moe.routers.find import find_routers
-from knn_moe.routers.intercept import hook_on
+from knn_moe.routers.intercept import find_hook
 
 OnProgress = Callable[[str, int, int], None]
 _WIDTH_PASSES: Final = 2  # over the fitted examples, at most
@@ -240,7 +240,7 @@ def _cases(model: nn.Module, memory: RoutingMemory) -> list[Cases]:
     """Of each layer that the memory's routing has, on its router's device."""
     layers = memory.full_layers()
     for router in find_routers(model):
-        if hook_on(router) is not None:
+        if find_hook(router) is not None:
             raise CalibrationError(
                 f"The model has a memory attached (at {router.name!r}): detach it to calibrate one."
             )

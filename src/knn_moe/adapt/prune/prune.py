@@ -32,7 +32,7 @@ from knn_moe.memory.memory import RoutingMemory
 from knn_moe.recall.recall import layer_gammas, layer_widths
 from knn_moe.reference.provenance import owners
 from knn_moe.routers.find import Router, find_routers
-from knn_moe.routers.intercept import hook_on
+from knn_moe.routers.intercept import find_hook
 from knn_moe.routers.model_state import forget_compiled_graphs
 
 OnProgress = Callable[[str, int, int], None]
@@ -191,7 +191,7 @@ def _routers(
         check_belongs(model, memory)
     routers = find_routers(model)
     for router in routers:
-        if hook_on(router) is not None:
+        if find_hook(router) is not None:
             raise PruningError(
                 f"The model has a memory attached (at {router.name!r}): detach it to prune one."
             )
