@@ -285,7 +285,7 @@ def test_the_table() -> None:
     assert detail[2].endswith("…the old[ man] and")
     assert repr(told).startswith("Explanation(2 tokens × 2 layers, mean λ 0.25)\n")
     long = Explanation((0, 1), ((made("a"),) * 30,))
-    assert repr(long).endswith("… 10 more tokens: print it, or see its table()")
+    assert repr(long).endswith("… 10 more tokens: print it, or use its table()")
     assert len(repr(long).splitlines()) == 23
     assert len(str(long).splitlines()) == 31
 

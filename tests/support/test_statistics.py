@@ -301,7 +301,7 @@ def test_what_cannot_be_summed_up_is_told() -> None:
         accuracy([1, float("nan")])
     with pytest.raises(ConfigError, match="One item"):
         accuracy([0.5])
-    with pytest.raises(ConfigError, match=r"each of 3 items: got 2 in the shape \(2,\)"):
+    with pytest.raises(ConfigError, match=r"each of 3 items, got 2 in the shape \(2,\)"):
         by_tercile([1, 2], [1, 2, 3], [1, 2, 3])
     with pytest.raises(ConfigError, match="got 2 in the shape"):
         by_tercile([1, float("nan"), 2], [1, 2, 3], [1, 2, 3])
