@@ -305,13 +305,13 @@ def test_what_cannot_be_summed_up_is_told() -> None:
         by_tercile([1, 2], [1, 2, 3], [1, 2, 3])
     with pytest.raises(ConfigError, match="got 2 in the shape"):
         by_tercile([1, float("nan"), 2], [1, 2, 3], [1, 2, 3])
-    with pytest.raises(ConfigError, match="three items at least, got 2"):
+    with pytest.raises(ConfigError, match="at least three items, got 2"):
         by_tercile([1, 2], [1, 2], [1, 2])
     with pytest.raises(ConfigError, match="no tasks"):
         pooled({})
     with pytest.raises(ConfigError, match="gpqa: There are no items"):
         pooled({"mmlu": ([1], [1]), "gpqa": ([], [])})
-    with pytest.raises(ConfigError, match="'b' has nan"):
+    with pytest.raises(ConfigError, match="got nan for 'b'"):
         holm({"a": 0.5, "b": float("nan")})
-    with pytest.raises(ConfigError, match=r"'a' has 1\.5"):
+    with pytest.raises(ConfigError, match=r"got 1\.5 for 'a'"):
         holm({"a": 1.5})
