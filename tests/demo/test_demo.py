@@ -17,7 +17,7 @@ from knn_moe import RoutingMemory, attach
 from knn_moe.demo.demo import CONTROL, PAPER, STRONG, DemoConfig, render_demo, run_demo
 from knn_moe.demo.texts import DemoText, documentation, make_task, sample_reference
 from knn_moe.errors import TaskDataError
-from knn_moe.evaluation.evaluate import EvalConfig, ask
+from knn_moe.evaluation.evaluate import EvalConfig, prepare_questions
 from knn_moe.evaluation.store import read_runs
 from knn_moe.reference.examples import Example, tokenise
 from knn_moe.support.progress import Progress
@@ -30,7 +30,7 @@ CONFIG = DemoConfig(length=128, reference_tokens=2500, windows=7)
 @pytest.fixture(scope="module")
 def windows(tiny_tokenizer: Any) -> torch.Tensor:
     config = EvalConfig(limit=CONFIG.windows, length=CONFIG.length)
-    questions = ask(tiny_tokenizer, make_task(TEXT, tiny_tokenizer), config).questions
+    questions = prepare_questions(tiny_tokenizer, make_task(TEXT, tiny_tokenizer), config).questions
     return torch.tensor([question.ids for question in questions])
 
 

@@ -1,21 +1,20 @@
-"""Runs side by side: scores, paired changes, averages, and the page of them."""
+"""Runs are compared: scores, paired changes, averages, and the page of them."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from knn_moe.errors import RunError
 from knn_moe.evaluation.compare import AVERAGE, compare_runs
-from knn_moe.evaluation.store import Run, read_runs
+from knn_moe.evaluation.store import Run
 from knn_moe.report.runs import render_runs
 from knn_moe.tasks.sample import Sample
 
 
-def made_run(method: str, scores: list[float], task: str = "quiz", **facts: Any) -> Run:
+def make_run(method: str, scores: list[float], task: str = "quiz", **facts: Any) -> Run:
     samples = [
         Sample(id=f"{place:03}", prompt="p", score=score, nll=2.0 + place / 100, batch=0,
                parsed="A", margin=0.5)
@@ -28,9 +27,9 @@ def made_run(method: str, scores: list[float], task: str = "quiz", **facts: Any)
     return Run({**known, **more, **facts}, samples)
 
 
-def test_runs_side_by_side() -> None:
-    base = made_run("zero-shot", [0.0, 1.0] * 50)
-    better = made_run("knn", [0.0, 1.0, 1.0, 1.0] * 25)
+def test_a_run_is_compared_with_the_baseline() -> None:
+    base = make_run("zero-shot", [0.0, 1.0] * 50)
+    better = make_run("knn", [0.0, 1.0, 1.0, 1.0] * 25)
     lines = compare_runs([better, base], "zero-shot", resamples=500)
     assert [line.method for line in lines] == ["zero-shot", "knn"]
     alone, knn = lines
@@ -44,12 +43,11 @@ def test_runs_side_by_side() -> None:
     assert set(knn.by_perplexity) == {"low", "mid", "high"}
 
 
-def test_the_right_answers_own_loss() -> None:
-    """By likelihood it says more than right and wrong; a question in other words has it too."""
+def test_the_loss_of_the_right_answer_is_compared_for_reworded_questions_too() -> None:
     right = [(-1.0, -4.0), (-6.0, -2.0), (-3.0, -5.0)]  # of A and of B
 
     def answered(method: str, nearer: float, **facts: Any) -> Run:
-        run = made_run(method, [1.0, 1.0, 0.0], preparation_seconds=nearer, **facts)
+        run = make_run(method, [1.0, 1.0, 0.0], preparation_seconds=nearer, **facts)
         samples = [
             replace(sample, answer=letter, likelihoods=tuple(one + nearer for one in pair))
             for sample, letter, pair in zip(run.samples, "ABB", right, strict=True)
@@ -65,16 +63,16 @@ def test_the_right_answers_own_loss() -> None:
         assert line.answer_change.difference == pytest.approx(-nearer)
         assert line.preparation_seconds == nearer
     assert few.nll_change is None
-    untold = compare_runs([made_run("zero-shot", [1.0])], "zero-shot", resamples=10)
+    untold = compare_runs([make_run("zero-shot", [1.0])], "zero-shot", resamples=10)
     assert untold[0].answer_loss is None
 
 
 def test_the_average_is_over_all_questions() -> None:
     runs = [
-        made_run("zero-shot", [1.0] * 30, "a"), made_run("knn", [1.0] * 30, "a"),
-        made_run("zero-shot", [0.0] * 10, "b"), made_run("knn", [1.0] * 10, "b"),
-        made_run("zero-shot", [0.5] * 5, "c", scoring="text"),
-        made_run("knn", [0.5] * 5, "c", scoring="text"),
+        make_run("zero-shot", [1.0] * 30, "a"), make_run("knn", [1.0] * 30, "a"),
+        make_run("zero-shot", [0.0] * 10, "b"), make_run("knn", [1.0] * 10, "b"),
+        make_run("zero-shot", [0.5] * 5, "c", scoring="text"),
+        make_run("knn", [0.5] * 5, "c", scoring="text"),
     ]  # fmt: skip
     lines = compare_runs(runs, "zero-shot", resamples=200)
     average = {line.method: line for line in lines if line.task == AVERAGE}
@@ -89,40 +87,29 @@ def test_the_average_is_over_all_questions() -> None:
 
 
 def test_runs_of_other_questions_are_not_compared() -> None:
-    runs = [made_run("zero-shot", [1.0] * 4), made_run("knn", [1.0] * 4, asked="y")]
+    runs = [make_run("zero-shot", [1.0] * 4), make_run("knn", [1.0] * 4, asked="y")]
     with pytest.raises(RunError, match="differ in asked on quiz"):
         compare_runs(runs, "zero-shot")
-    shorter = [made_run("zero-shot", [1.0] * 4), made_run("knn", [1.0] * 3)]
+    shorter = [make_run("zero-shot", [1.0] * 4), make_run("knn", [1.0] * 3)]
     with pytest.raises(RunError, match="were not asked the same questions of quiz"):
         compare_runs(shorter, "zero-shot")
-    other = [made_run("zero-shot", [1.0] * 4), made_run("knn", [1.0] * 4, model={"name": "n"})]
-    with pytest.raises(RunError, match="differ in model on quiz, which would be taken for a gain"):
+    other = [make_run("zero-shot", [1.0] * 4), make_run("knn", [1.0] * 4, model={"name": "n"})]
+    with pytest.raises(RunError, match="differ in model on quiz, which could be mistaken for"):
         compare_runs(other, "zero-shot")
     with pytest.raises(RunError, match="two runs of knn on quiz"):
-        compare_runs([*runs, made_run("knn", [1.0] * 4)], "zero-shot")
-    with pytest.raises(RunError, match=r"no run of 'sft' to compare with. There are: knn, zero"):
+        compare_runs([*runs, make_run("knn", [1.0] * 4)], "zero-shot")
+    with pytest.raises(RunError, match=r"no run of 'sft' to compare with. Available: knn, zero"):
         compare_runs(runs, "sft")
 
 
-def test_one_window_of_text_has_a_score_and_no_interval_to_speak_of() -> None:
-    (line,) = compare_runs([made_run("zero-shot", [0.3], scoring="text")], "zero-shot")
+def test_a_single_window_of_text_has_the_widest_interval() -> None:
+    (line,) = compare_runs([make_run("zero-shot", [0.3], scoring="text")], "zero-shot")
     assert (line.score.mean, line.score.low, line.score.high) == (0.3, 0.0, 1.0)
 
 
-def test_the_page_of_runs() -> None:
-    runs = [made_run("zero-shot", [0.0, 1.0] * 20), made_run("knn", [1.0] * 40)]
+def test_the_page_of_runs_needs_no_network() -> None:
+    runs = [make_run("zero-shot", [0.0, 1.0] * 20), make_run("knn", [1.0] * 40)]
     page = render_runs(runs, "zero-shot", resamples=200)
     assert page.count("<svg") >= 3
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
     assert "50.0" in page
-
-
-def test_runs_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="There are no runs in"):
-        read_runs(tmp_path)
-    (tmp_path / "run.json").write_text("{", encoding="utf8")
-    with pytest.raises(RunError, match="holds no run"):
-        read_runs(tmp_path)
-    (tmp_path / "run.json").write_text('{"format": 99}', encoding="utf8")
-    with pytest.raises(RunError, match="has format 99, not 1"):
-        read_runs(tmp_path)

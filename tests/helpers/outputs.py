@@ -1,4 +1,4 @@
-"""Outputs as models write them, made by hand, each with what a reader takes its answer to be.
+"""Hand-made outputs as models write them, each with the answer that a reader would see in it.
 
 Letters: (output, number of choices, index or None). Numbers: (output, normal form or None).
 Programs: (output, code or None). Completions: (output, a name in PROMPTS, whether the finished

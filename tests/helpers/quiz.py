@@ -31,6 +31,13 @@ def make_questions(count: int, seed: int = 0) -> list[dict[str, Any]]:
     return rows
 
 
+def make_row(number: int, **changes: Any) -> dict[str, Any]:
+    """Return a row of the kind Choice, long enough to be told from others by its question."""
+    text = f"Which of these is number {number} in the list of all the things there are?"
+    row = {"id": f"q{number}", "question": text, "choices": ["one", "two", "three"], "answer": 1}
+    return row | changes
+
+
 def make_quiz(test: int = 18, reference: int = 6) -> TaskData:
     """Return a multiple-choice task of so many test and reference questions."""
     task = Task(name="quiz", title="Quiz", kind=Choice(), files="quiz")

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from helpers.quiz import make_questions
 from helpers.tiny import model, tokenizer  # noqa: F401
 from knn_moe.errors import ConfigError
-from knn_moe.evaluation.evaluate import EvalConfig, ask, evaluate
+from knn_moe.evaluation.evaluate import EvalConfig, evaluate, prepare_questions
 from knn_moe.methods import TaskContext, ZeroShot, method_named
 from knn_moe.methods.c3po import C3po, C3poConfig, KernelRegression, ModeFinding
 from knn_moe.methods.c3po_reference import OwnEmbeddings, Reference, successes
@@ -56,7 +56,7 @@ def tail(model: PreTrainedModel) -> Tail:
 
 @pytest.fixture(scope="module")
 def asked(tokenizer: Any, quiz: TaskData) -> list[Question]:
-    return ask(tokenizer, quiz, LIKELY).questions[:5]
+    return prepare_questions(tokenizer, quiz, LIKELY).questions[:5]
 
 
 def embedded(model: PreTrainedModel, tokenizer: Any, texts: Sequence[str]) -> Tensor:
@@ -304,7 +304,7 @@ def test_what_is_generated_is_re_mixed_too(
     assert all(ours.nll == pytest.approx(theirs.nll, abs=1e-5) for ours, theirs in pairs)
     if chat:
         assert all(ours.output != theirs.output for ours, theirs in pairs)
-    asked = ask(speaker, data, config).questions
+    asked = prepare_questions(speaker, data, config).questions
     found = method.pathways(last_layers(model, 5), asked)
     for question, routing in zip(asked, found, strict=True):
         more: list[int] = []

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from helpers.tiny import model, tokenizer  # noqa: F401
 from knn_moe.errors import ConfigError
-from knn_moe.evaluation.compare import matched
-from knn_moe.evaluation.evaluate import EvalConfig, ask, evaluate
+from knn_moe.evaluation.compare import match_samples
+from knn_moe.evaluation.evaluate import EvalConfig, evaluate, prepare_questions
 from knn_moe.methods import TaskContext, ZeroShot, prepare
 from knn_moe.methods.embedding import embedder
 from knn_moe.methods.few_shot import FewShot, prepare_few_shot
@@ -63,7 +63,7 @@ def nearest(data: TaskData, row: Row) -> list[Row]:
 
 def test_the_papers_prompt_of_the_most_similar(model: PreTrainedModel, tokenizer: Any) -> None:
     data = lands()
-    asked = ask(tokenizer, data, EvalConfig(scoring="generation")).questions
+    asked = prepare_questions(tokenizer, data, EvalConfig(scoring="generation")).questions
     made = few_shot(model, tokenizer, data, "generation").reword(asked)
     for before, after in zip(asked, made, strict=True):
         shots = nearest(data, before.row)
@@ -88,7 +88,7 @@ def test_by_likelihood_contexts_with_right_choices(
     bare: bool, model: PreTrainedModel, tokenizer: Any
 ) -> None:
     data = lands(Choice(bare=bare))
-    asked = ask(tokenizer, data, LIKELY).questions
+    asked = prepare_questions(tokenizer, data, LIKELY).questions
     made = few_shot(model, tokenizer, data, "likelihood").reword(asked)
     for before, after in zip(asked, made, strict=True):
         blocks = []
@@ -123,7 +123,7 @@ def test_other_kinds_are_solved_prompts(
         for row in rows()[:8]
     ]
     data = quiz(kind, made[:1], made[1:])
-    asked = ask(tokenizer, data, EvalConfig(scoring="generation")).questions
+    asked = prepare_questions(tokenizer, data, EvalConfig(scoring="generation")).questions
     (after,) = few_shot(model, tokenizer, data, "generation").reword(asked)
     shots = nearest(data, made[0]) if isinstance(kind, Number) else nearest_prompts(data, made[0])
     blocks = [f"{kind.prompt(row)}\n{kind.completion(row)}" for row in shots]
@@ -144,7 +144,7 @@ def test_a_run_can_be_compared_and_leaves_the_model(
     alone = evaluate(model, tokenizer, data, ZeroShot(), LIKELY, folder=tmp_path / "zero-shot")
     prepared = prepare("5-shot", TaskContext(model, tokenizer, data, "likelihood"))
     run = evaluate(model, tokenizer, data, prepared, LIKELY, folder=tmp_path / "5-shot")
-    pairs = matched(run, alone)
+    pairs = match_samples(run, alone)
     assert all(ours.likelihoods != theirs.likelihoods for ours, theirs in pairs)
     assert run.facts["reworded"]
     assert run.facts["method_facts"] == {
@@ -169,7 +169,7 @@ def test_the_least_similar_are_left_out_where_all_are_too_long(
     full = {"question": "word " * (room + written - spare), "choices": ["a", "b"], "answer": 0}
     reference = [{**row, "question": row["question"] + " very" * 250} for row in rows()[2:8]]
     data = quiz(kind, [rows()[0], full], reference)
-    asked = ask(tokenizer, data, EvalConfig(scoring=scoring)).questions
+    asked = prepare_questions(tokenizer, data, EvalConfig(scoring=scoring)).questions
     method = few_shot(model, tokenizer, data, scoring)
     made = method.reword(asked)
     assert method.facts()["shortened"] == 2
@@ -189,7 +189,7 @@ def _length(question: Question) -> int:
 
 def test_as_many_shots_as_there_are(model: PreTrainedModel, tokenizer: Any) -> None:
     data = quiz(Choice(), rows()[:1], rows()[1:3])
-    asked = ask(tokenizer, data, LIKELY).questions
+    asked = prepare_questions(tokenizer, data, LIKELY).questions
     method = few_shot(model, tokenizer, data, "likelihood")
     (made,) = method.reword(asked)
     assert tokenizer.decode(made.ids).count("Question:") == 3
@@ -203,7 +203,7 @@ def test_through_the_chat_template(model: PreTrainedModel, tokenizer: Any) -> No
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     data = lands()
-    asked = ask(chatty, data, EvalConfig(scoring="generation")).questions
+    asked = prepare_questions(chatty, data, EvalConfig(scoring="generation")).questions
     text = chatty.decode(few_shot(model, chatty, data, "generation").reword(asked)[0].ids)
     assert text.startswith("<user>Here are some example expert")
     assert text.endswith("</user><assistant>")

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from conftest import family
 from helpers.tiny import model, tokenizer, trained  # noqa: F401
 from knn_moe.errors import ConfigError
-from knn_moe.evaluation.evaluate import EvalConfig, ask, evaluate
+from knn_moe.evaluation.evaluate import EvalConfig, evaluate, prepare_questions
 from knn_moe.methods import TaskContext, ZeroShot, prepare
 from knn_moe.methods.router_bias import Bias, RouterBias, RouterBiasConfig, biased, fit_bias
 from knn_moe.routers.find import find_routers
@@ -121,7 +121,7 @@ def test_a_text_is_fitted_on_its_first_half_and_told_in_its_second(
     each: PreTrainedModel, tokenizer: Any, tmp_path: Path
 ) -> None:
     """Experts read each token for itself here: in groups of another size they round otherwise."""
-    question = ask(tokenizer, WINDOWS, HALVES).questions[0]
+    question = prepare_questions(tokenizer, WINDOWS, HALVES).questions[0]
     window = torch.tensor([question.ids])
     usual = each.config._experts_implementation
     each.set_experts_implementation("batched_mm")
@@ -146,7 +146,7 @@ def test_what_is_scored_of_a_text_is_not_what_was_fitted_on(
 ) -> None:
     """Another second half changes nothing of the bias."""
     method = RouterBias(CONFIG, halves=True)
-    question = ask(tokenizer, WINDOWS, HALVES).questions[0]
+    question = prepare_questions(tokenizer, WINDOWS, HALVES).questions[0]
     assert method.fitted_on(question) == question.ids[:20]
     assert RouterBias(CONFIG).fitted_on(question) == question.ids
 
@@ -160,7 +160,7 @@ def test_questions_are_answered_under_their_own_bias(
     alone = evaluate(each, tokenizer, QUIZ, ZeroShot(), LIKELY, folder=tmp_path / "alone")
     found = {sample.id: sample for sample in run.samples}
     assert [(s.id, s.batch) for s in run.samples] == [(s.id, s.batch) for s in alone.samples]
-    for question in ask(tokenizer, QUIZ, LIKELY).questions:
+    for question in prepare_questions(tokenizer, QUIZ, LIKELY).questions:
         with biased(under(each, fit_bias(each, [question.ids], CONFIG), 0)):
             expected = by_likelihood(each)([question], 0)[0]
             context = torch.tensor(question.ids)
@@ -184,7 +184,9 @@ def test_answers_in_words(model: PreTrainedModel, tokenizer: Any, tmp_path: Path
     config = EvalConfig(batch_size=2, max_new_tokens=12)
     method = RouterBias(RouterBiasConfig(steps=5, learning_rate=50.0))
     run = evaluate(model, tokenizer, data, method, config, folder=tmp_path / "run")
-    for sample, question in zip(run.samples, ask(tokenizer, data, config).questions, strict=True):
+    for sample, question in zip(
+        run.samples, prepare_questions(tokenizer, data, config).questions, strict=True
+    ):
         ids = torch.tensor([question.ids])
         said = []
         for context in (biased(under(model, fit_bias(model, [question.ids], method.config), 0)),

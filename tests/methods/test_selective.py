@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from helpers.tiny import model, tokenizer  # noqa: F401
 from knn_moe import BuildConfig, build_memory, find_routers
 from knn_moe.errors import MemoryMismatchError
-from knn_moe.evaluation.compare import matched
+from knn_moe.evaluation.compare import match_samples
 from knn_moe.evaluation.evaluate import EvalConfig, evaluate
 from knn_moe.evaluation.store import Run
 from knn_moe.methods import KnnMoe, Method, TaskContext, ZeroShot, prepare
@@ -81,7 +81,7 @@ def test_samples_are_those_of_the_plain_runs(
     assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
     assert not any(find_hook(router) for router in find_routers(model))
     # The third without memory is the one in which comparisons see no change.
-    pairs = matched(runs["knn-selective"], runs["zero-shot"])
+    pairs = match_samples(runs["knn-selective"], runs["zero-shot"])
     losses = [[float(pair[side].nll or 0) for pair in pairs] for side in (0, 1)]
     thirds = by_tercile(losses[1], losses[0], losses[1], resamples=10)
     assert thirds.low.difference == 0

@@ -1,4 +1,4 @@
-"""The prompts, against text written down from the paper and against the paper itself."""
+"""The prompts equal those of the paper, and the paper's own listings where it is there."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GASES = ["helium", "neon", "argon", "krypton"]
 
 @pytest.fixture
 def listings() -> list[str]:
-    """The paper's templates: zero-shot, 5-shot."""
+    """Return the paper's templates: zero-shot and 5-shot."""
     if not PAPER.exists():
         pytest.skip(f"no paper at {PAPER}")
     _, _, appendix = PAPER.read_text(encoding="utf8").partition(r"\label{app:prompts}")
@@ -85,7 +85,7 @@ def test_zero_shot_is_the_papers_listing(listings: list[str]) -> None:
 
 
 def test_few_shot_is_the_papers_listing(listings: list[str]) -> None:
-    # What stands for the middle examples goes, and the letter of an answer becomes a placeholder.
+    # The ellipsis for the middle examples goes, and a letter becomes the listing's placeholder.
     listing = listings[1].replace("Choices: \n", "Choices:\n")
     listing = listing.replace("... [3 more examples] ...\n\n", "")
     shots = [Shot(f"{{{s}.question}}", placeholders(f"{s}.choices"), 0) for s in ("s1", "s5")]
@@ -95,7 +95,7 @@ def test_few_shot_is_the_papers_listing(listings: list[str]) -> None:
     assert ours == listing
 
 
-def test_letters_go_on_beyond_four() -> None:
+def test_there_are_letters_for_26_choices() -> None:
     asked = zero_shot("Which?", [f"choice {at}" for at in range(26)])
     assert "\n(E) choice 4\n" in asked
     assert "\n(J) choice 9\n" in asked
@@ -104,7 +104,7 @@ def test_letters_go_on_beyond_four() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 27])
-def test_choices_without_a_letter_are_told(count: int) -> None:
+def test_choices_without_a_letter_are_refused(count: int) -> None:
     with pytest.raises(ConfigError, match=f"got {count}"):
         zero_shot("Which?", ["x"] * count)
     with pytest.raises(ConfigError, match=f"got {count}"):
@@ -113,7 +113,7 @@ def test_choices_without_a_letter_are_told(count: int) -> None:
 
 @pytest.mark.parametrize("answer", [-1, 2])
 def test_a_shot_needs_an_answer_among_its_choices(answer: int) -> None:
-    with pytest.raises(ConfigError, match=f"no choice {answer} among 2"):
+    with pytest.raises(ConfigError, match=f"answer must be 0 to 1, got {answer}"):
         Shot("Which?", ["x", "y"], answer)
 
 
@@ -121,7 +121,7 @@ def test_answer_line() -> None:
     assert answer_line(1) == "The correct answer is (B)."
     assert [answer_line(at)[-3] for at in range(26)] == list(LETTERS)
     for answer in (-1, 26):
-        with pytest.raises(ConfigError, match=f"Choice {answer} has no letter"):
+        with pytest.raises(ConfigError, match=f"answer must be 0 to 25, got {answer}"):
             answer_line(answer)
 
 

@@ -1,14 +1,14 @@
-"""Rows of public data sets made into ours, and how each kind is put and judged."""
+"""Rows of public data sets are converted, and each kind asks and judges its rows."""
 
 from __future__ import annotations
 
+from helpers.quiz import make_row
 from knn_moe.tasks import Choice, rows
 from knn_moe.tasks.kinds import Function, Number, Program
 from knn_moe.tasks.task import LIKELIHOOD
-from tasks.test_tasks import question
 
 
-def test_rows_of_public_data_sets() -> None:
+def test_rows_of_public_data_sets_are_converted() -> None:
     labelled = {"text": ["x", "y"], "label": ["1", "2"]}
     arc = {"id": "a", "question": "Q", "choices": labelled, "answerKey": "2"}
     assert rows.arc(arc) == {"id": "a", "question": "Q", "choices": ["x", "y"], "answer": 1}
@@ -29,7 +29,7 @@ def test_rows_of_public_data_sets() -> None:
     assert rows.hellaswag({**swag, "label": ""}) is None
 
 
-def test_right_answers_named_apart_are_put_anywhere_but_always_there() -> None:
+def test_choices_are_shuffled_evenly_and_always_alike() -> None:
     answers = []
     for number in range(200):
         row = {"question": f"Q{number}", "correct_answer": "right"}
@@ -41,8 +41,8 @@ def test_right_answers_named_apart_are_put_anywhere_but_always_there() -> None:
     assert all(30 <= answers.count(place) <= 70 for place in range(4))
 
 
-def test_kinds_put_and_judge() -> None:
-    row = question(1)
+def test_kinds_ask_and_judge() -> None:
+    row = make_row(1)
     kind = Choice(scorings=(LIKELIHOOD,))
     assert kind.judge("The correct answer is (B).", row).score == 1
     assert kind.judge("The correct answer is (A).", row).parsed == "A"

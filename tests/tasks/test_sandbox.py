@@ -1,4 +1,4 @@
-"""Hostile programs harm nothing and do not pass; right ones pass; nothing is left of either."""
+"""Hostile programs do no harm and do not pass; right ones pass; neither leaves anything behind."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHORT = Limits(seconds=1, memory_mb=256)
 
 @dataclass(frozen=True)
 class Outside:
-    """What lies beyond a program's folder: a file anybody may write to, and a server."""
+    """What is outside a program's folder: a file that anybody may write to, and a server."""
 
     folder: Path
     server: socket.socket
@@ -39,7 +39,7 @@ class Outside:
         return self.folder / "victim.txt"
 
     def run(self, program: str, limits: Limits = AMPLE) -> Outcome:
-        """Run a program that knows where things are; its harm would show in `outside`."""
+        """Run a program that knows where these are."""
         known = {"FOLDER": str(self.folder), "PORT": self.server.getsockname()[1]}
         lines = [f"{name} = {value!r}" for name, value in known.items()]
         return run_program("\n".join([*lines, dedent(program)]), limits)
@@ -68,7 +68,7 @@ def _nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def outside(monkeypatch: pytest.MonkeyPatch) -> Iterator[Outside]:
-    """A world that a program finds as open as can be, and must leave as it found it."""
+    """A file and a server that are open to everybody, and must be untouched afterwards."""
     monkeypatch.setenv("PARENT_SECRET", SECRET)
     folder = Path(tempfile.mkdtemp(prefix="sandbox-outside-", dir="/tmp"))
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -88,7 +88,7 @@ def outside(monkeypatch: pytest.MonkeyPatch) -> Iterator[Outside]:
 
 @pytest.fixture(params=["all layers", "hooks alone", "kernel alone"])
 def layers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Each layer is a wall by itself, wherever the others are missing or passed."""
+    """Every layer must suffice on its own, where the others are missing or evaded."""
     if request.param == "hooks alone":
         bare = sandbox.CHILD.replace("\n_child()\n", "\n_child_ask_kernel = print\n_child()\n")
         monkeypatch.setattr(sandbox, "CHILD", bare)
@@ -115,8 +115,8 @@ def test_harm_is_refused(name: str, layers: str, outside: Outside) -> None:
 
 
 @pytest.mark.parametrize("name", ["fork bomb", "write a new file", "delete", "kill its parent"])
-def test_an_offence_ends_a_program_that_would_go_on(name: str, outside: Outside) -> None:
-    """To catch the error and do the task all the same scores nothing."""
+def test_an_offence_ends_a_program_that_catches_it(name: str, outside: Outside) -> None:
+    """A program that catches the error does not pass either."""
     tried = "".join(f"    {line}\n" for line in HOSTILE[name].splitlines())
     outcome = outside.run(f"try:\n{tried}except BaseException: pass\n")
     assert outcome.reason.startswith("not allowed: ")
@@ -153,7 +153,7 @@ def test_endless_programs_time_out(program: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["print('x' * 4096)", "sys.stderr.write('x')", "os.write(1, b'x')"])
-def test_endless_output_goes_nowhere(how: str) -> None:
+def test_endless_output_is_discarded(how: str) -> None:
     outcome = run_program(f"import os, sys\nwhile True: {how}", SHORT)
     assert outcome == Outcome(False, "timed out")
 
@@ -201,13 +201,13 @@ def test_signals_cannot_be_caught_nor_limits_raised(outside: Outside) -> None:
         "import os, atexit\natexit.register(print)\nos.closerange(3, 64)\nos._exit(0)",
     ],
 )
-def test_leaving_early_is_no_pass(program: str) -> None:
+def test_exiting_early_does_not_pass(program: str) -> None:
     outcome = run_program(program, AMPLE)
     assert not outcome.passed
     assert outcome.reason in ("exited early", "killed: SIGKILL")
 
 
-# Whatever bytes it finds that could be the token, it sends wherever the answer could go.
+# Sends all bytes that could be the token to all files that could be the report.
 SEND = """
 import os, sys
 def send(*found):
@@ -233,10 +233,10 @@ def hunt(frame, depth=0):
 def test_a_pass_cannot_be_faked(name: str) -> None:
     outcome = run_program(SEND + dedent(FAKES[name]), AMPLE)
     assert not outcome.passed
-    assert "LookupError" not in outcome.reason  # the fake itself must be one that works
+    assert "LookupError" not in outcome.reason  # the fake itself must work
 
 
-def test_the_end_is_the_programs_last_line() -> None:
+def test_a_program_passes_at_its_last_line() -> None:
     assert run_program(SEND, AMPLE).passed
     assert not run_program("def f():\n    raise ValueError\nf()", AMPLE).passed
 
@@ -258,7 +258,7 @@ def test_the_end_is_the_programs_last_line() -> None:
         ("exit_code = 1 / 0", "ZeroDivisionError: division by zero"),
     ],
 )
-def test_the_reason_says_what_went_wrong(program: str, reason: str) -> None:
+def test_the_reason_names_the_error(program: str, reason: str) -> None:
     outcome = run_program(program, AMPLE)
     assert not outcome.passed
     assert outcome.reason.startswith(tuple(reason.split("|"))), outcome
@@ -273,6 +273,7 @@ def test_right_programs_pass(name: str, layers: str) -> None:
     assert run_program(dedent(RIGHT[name]), AMPLE) == Outcome(True, "passed")
 
 
+@pytest.mark.slow
 def test_a_folder_left_deep_and_closed_is_deleted() -> None:
     program = "import os\nos.makedirs('a/' * 90)\nopen('a/x', 'w')\nos.chmod('a/x', 0)\n"
     assert run_program(program + "os.chmod('a/a', 0)\nos.chmod('a', 0)", AMPLE).passed
@@ -293,7 +294,7 @@ def test_many_runs_leave_nothing_open() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("limits", "message"),
     [
         ({"seconds": 0.0}, "seconds must be a positive number, got 0.0."),
         ({"seconds": float("nan")}, "seconds must be a positive number, got nan."),
@@ -302,7 +303,7 @@ def test_many_runs_leave_nothing_open() -> None:
         ({"file_mb": -1}, "file_mb must be at least 0, got -1."),
     ],
 )
-def test_limits_are_checked(settings: dict[str, Any], message: str) -> None:
+def test_limits_are_checked(limits: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        Limits(**settings)
+        Limits(**limits)
     assert str(error.value) == message

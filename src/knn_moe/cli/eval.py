@@ -20,7 +20,6 @@ from knn_moe.cli.common import (
     print_table,
     show_progress,
 )
-from knn_moe.support.progress import Progress
 
 if TYPE_CHECKING:
     from knn_moe.evaluation.evaluate import EvalConfig
@@ -161,13 +160,13 @@ def _evaluate_method(
     context: TaskContext, chosen: Chosen, folder: Path, config: EvalConfig, options: Any
 ) -> Run:
     """Prepare and evaluate a method, unless --resume finds that it is finished."""
-    from knn_moe.evaluation.evaluate import evaluate, known_facts
-    from knn_moe.evaluation.store import finished_run
+    from knn_moe.evaluation.evaluate import evaluate, identify_run
+    from knn_moe.evaluation.store import find_finished_run
     from knn_moe.methods import prepare, prepared_on
 
     (name, control), model, data = chosen, context.model, context.data
-    facts = {**known_facts(model, data, config), "prepared_on": prepared_on(name, context)}
-    finished = finished_run(folder, facts) if options["resume"] else None
+    facts = {**identify_run(model, data, config), "prepared_on": prepared_on(name, context)}
+    finished = find_finished_run(folder, facts) if options["resume"] else None
     if finished is not None:
         return finished
     title = f"{data.task.name}, {folder.name}"
@@ -183,7 +182,7 @@ def _evaluate_method(
             folder=folder,
             resume=options["resume"],
             overwrite=options["overwrite"],
-            on_progress=lambda done, total: report(Progress("answering", done, total)),
+            on_progress=report,
         )
 
 
@@ -208,7 +207,7 @@ def _open(
     if len(set(names)) < len(names):
         raise click.UsageError(f"Two tasks have the same name: {', '.join(names)}. Rename a file.")
     for each in data:
-        config.scoring_of(each)
+        config.scoring_for(each)
         if wants_reference:
             reference_rows(each)
     if options["index"]:
@@ -242,7 +241,7 @@ def _make_context(
         model,
         tokenizer,
         data,
-        config.scoring_of(data),
+        config.scoring_for(data),
         limit=options["reference"],
         seed=options["seed"],
         length=config.length,

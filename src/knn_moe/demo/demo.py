@@ -18,7 +18,7 @@ from knn_moe.config import BuildConfig
 from knn_moe.demo.passages import pick_passages
 from knn_moe.demo.texts import TASK, DemoText, make_task, sample_reference
 from knn_moe.evaluation.compare import Line, compare_runs
-from knn_moe.evaluation.evaluate import EvalConfig, ask, evaluate
+from knn_moe.evaluation.evaluate import EvalConfig, evaluate, prepare_questions
 from knn_moe.evaluation.store import Run
 from knn_moe.methods import KnnMoe, Method, PreparedMethod, ZeroShot
 from knn_moe.report.passages import Passage
@@ -107,7 +107,8 @@ def run_demo(
     """
     data = make_task(text, tokenizer)
     evaluation = EvalConfig(batch_size=8, limit=config.windows, length=config.length)
-    windows = ask(tokenizer, data, evaluation).questions  # refuses a text that is too short
+    # Refuses a text that is too short.
+    windows = prepare_questions(tokenizer, data, evaluation).questions
     reference = sample_reference(text.reference, tokenizer, config.reference_tokens)
 
     memories, seconds = {}, {}
@@ -140,7 +141,7 @@ def run_demo(
                 PreparedMethod(method, spent, {}),
                 evaluation,
                 folder=folder / RUNS / TASK / method.name,
-                on_progress=partial(_report_windows, on_progress, f"evaluating {method.name}"),
+                on_progress=on_progress,
             )
         )
     lines = compare_runs(runs, ALONE)
@@ -153,10 +154,6 @@ def run_demo(
 
 def _report_build(on_progress: OnProgress, stage: str, build: BuildProgress) -> None:
     on_progress(Progress(stage, build.tokens, build.total_tokens))
-
-
-def _report_windows(on_progress: OnProgress, stage: str, done: int, total: int) -> None:
-    on_progress(Progress(stage, done, total))
 
 
 def render_demo(result: DemoResult) -> str:

@@ -1,7 +1,7 @@
-"""Runs side by side: scores with intervals, and paired differences from a named method.
+"""Compare runs: scores with intervals, and paired differences from one of the methods.
 
-The same questions must have been asked: runs of one task are matched by their samples' ids and
-prompts. Knows samples and statistics; nothing of models.
+Runs of one task must have the same questions: samples are matched by their ids and prompts. Knows
+samples and statistics; nothing of models.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from knn_moe.tasks.task import TEXT
 AVERAGE: Final = "Avg."
 TERCILES: Final = ("low", "mid", "high")
 _NLL, _ANSWER_LOSS = attrgetter("nll"), attrgetter("answer_loss")
-_ALIKE: Final = ("model", "dtype", "scoring", "asked", "batches")  # of runs that are compared
+_MUST_AGREE: Final = ("model", "dtype", "scoring", "asked", "batches")  # in compared runs
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One method on one task. `change` and what follows: against the method named."""
+    """The result of one method on one task; each `change` is against the baseline method."""
 
     task: str
     title: str
@@ -42,14 +42,14 @@ class Line:
     scoring: str
     items: int
     score: Accuracy
-    nll: float | None  # mean loss a token, of prompts or of texts
-    unparsed: int  # outputs in which no answer was found
-    near_ties: int  # choices that rounding may turn
+    nll: float | None  # mean loss per token, of prompts or of texts
+    unparsed: int  # outputs without an answer
+    near_ties: int  # choices that rounding may flip
     change: Comparison | None = None
     nll_change: Comparison | None = None
-    adjusted_p: float | None = None  # of `change`, for as many tasks as were tested (Holm)
-    by_perplexity: Mapping[str, Comparison] | None = None  # change in each third of the questions
-    answer_loss: float | None = None  # by likelihood: of the right choice, in nats
+    adjusted_p: float | None = None  # of `change`, adjusted for the number of tasks (Holm)
+    by_perplexity: Mapping[str, Comparison] | None = None  # `change` in each third of the questions
+    answer_loss: float | None = None  # loss of the right choice in nats, if scored by likelihood
     answer_change: Comparison | None = None
     preparation_seconds: float | None = None
 
@@ -58,85 +58,90 @@ class Line:
 
 
 def compare_runs(runs: Sequence[Run], against: str, resamples: int = 10_000) -> list[Line]:
-    """A line for each run, task by task; then the average over all questions of all tasks."""
+    """Compare runs with a baseline.
+
+    Args:
+        runs: At most one for each task and method.
+        against: The method that is the baseline.
+        resamples: Bootstrap resamples.
+
+    Returns:
+        A line for each run, task by task, then the averages over all questions of all tasks.
+
+    Raises:
+        RunError: The baseline is missing, or two runs cannot be compared.
+    """
     if against not in {run.method for run in runs}:
-        found = ", ".join(sorted({run.method for run in runs}))
-        raise RunError(f"There is no run of {against!r} to compare with. There are: {found}.")
+        methods = ", ".join(sorted({run.method for run in runs}))
+        raise RunError(f"There is no run of {against!r} to compare with. Available: {methods}.")
     by_task: dict[str, dict[str, Run]] = {}
     for run in runs:
         if run.method in by_task.setdefault(run.task, {}):
             raise RunError(
-                f"There are two runs of {run.method} on {run.task}: compare one folder of runs."
+                f"There are two runs of {run.method} on {run.task}. Compare one folder of runs."
             )
         by_task[run.task][run.method] = run
     lines = []
-    for methods in by_task.values():
-        base = methods.get(against)
-        ordered = sorted(methods.values(), key=lambda run: run.method != against)
-        lines += [_line(run, base, resamples) for run in ordered]
-    lines = _adjusted(lines, against)
-    return [*lines, *_averages(by_task, against, resamples)]
+    for by_method in by_task.values():
+        base = by_method.get(against)
+        ordered = sorted(by_method.values(), key=lambda run: run.method != against)
+        lines += [_compare(run, base, resamples) for run in ordered]
+    return [*_adjust_p_values(lines, against), *_average(by_task, against, resamples)]
 
 
-def _line(run: Run, base: Run | None, resamples: int) -> Line:
-    samples = run.samples
-    line = Line(
-        task=run.task,
-        title=str(run.facts["title"]),
-        method=run.method,
-        scoring=str(run.facts["scoring"]),
-        items=len(samples),
-        score=_score(samples),
-        nll=_mean([sample.nll for sample in samples]),
-        unparsed=sum(sample.parsed is None for sample in samples if run.facts["scoring"] != TEXT),
-        near_ties=sum(sample.near_tie for sample in samples),
-        answer_loss=_mean([sample.answer_loss for sample in samples]),
+def _compare(run: Run, base: Run | None, resamples: int) -> Line:
+    line = replace(
+        _summarise(run.task, str(run.facts["title"]), run.method, [run]),
+        answer_loss=_mean([sample.answer_loss for sample in run.samples]),
         preparation_seconds=run.facts.get("preparation_seconds"),
     )
     if base is None or base is run:
         return line
-    pairs = matched(run, base)
-    ours, theirs = ([pair[side].score for pair in pairs] for side in (0, 1))
+    pairs = match_samples(run, base)
     return replace(
         line,
-        change=paired_bootstrap(ours, theirs, resamples),
-        nll_change=None if _reworded(run, base) else _changed(_NLL, pairs, resamples),
-        by_perplexity=_thirds(pairs, resamples),
-        answer_change=_changed(_ANSWER_LOSS, pairs, resamples),
+        change=paired_bootstrap(*_paired_scores(pairs), resamples),
+        nll_change=None if _is_reworded(run, base) else _compare_losses(_NLL, pairs, resamples),
+        by_perplexity=_compare_thirds(pairs, resamples),
+        answer_change=_compare_losses(_ANSWER_LOSS, pairs, resamples),
     )
 
 
-def matched(run: Run, base: Run) -> list[tuple[Sample, Sample]]:
-    """Samples of the same questions, in the order of the base's."""
+def match_samples(run: Run, base: Run) -> list[tuple[Sample, Sample]]:
+    """Return the pairs of samples of the same question, sorted by id.
+
+    Raises:
+        RunError: The questions differ, or a fact that would be mistaken for a gain.
+    """
     ours = {sample.id: sample for sample in run.samples}
     theirs = {sample.id: sample for sample in base.samples}
     if ours.keys() != theirs.keys() or any(ours[n].prompt != theirs[n].prompt for n in theirs):
         raise RunError(
-            f"{run.method} and {base.method} were not asked the same questions of {run.task}: "
-            f"evaluate both with the same --limit, --seed, --scoring and data."
+            f"{run.method} and {base.method} were not asked the same questions of {run.task}. "
+            f"Evaluate both with the same --limit, --seed, --scoring and data."
         )
-    for fact in _ALIKE:
-        if fact == "batches" and _reworded(run, base):
-            continue  # prompts of other lengths go in batches of their own
+    for fact in _MUST_AGREE:
+        if fact == "batches" and _is_reworded(run, base):
+            continue  # prompts of other lengths need other batches
         if run.facts.get(fact) != base.facts.get(fact):
             raise RunError(
-                f"{run.method} and {base.method} differ in {fact} on {run.task}, which would be "
-                f"taken for a gain: evaluate both the same way."
+                f"{run.method} and {base.method} differ in {fact} on {run.task}, which could be "
+                f"mistaken for a gain. Evaluate both in the same way."
             )
     return [(ours[name], theirs[name]) for name in sorted(theirs)]
 
 
-def _reworded(run: Run, base: Run) -> bool:
-    """Whether one of them asked in other words, whose losses are of other tokens."""
+def _is_reworded(run: Run, base: Run) -> bool:
+    """Return whether a method replaced the prompts: their losses are of other tokens then."""
     return bool(run.facts.get("reworded") or base.facts.get("reworded"))
 
 
-def _changed(
+def _compare_losses(
     loss: Callable[[Sample], float | None],
     pairs: Sequence[tuple[Sample, Sample]],
     resamples: int,
 ) -> Comparison | None:
-    """Of the samples that have this loss, on both sides."""
+    """Compare a loss over the pairs that have it on both sides."""
     both = [(loss(ours), loss(theirs)) for ours, theirs in pairs]
     known = [(one, other) for one, other in both if one is not None and other is not None]
     if not known:
@@ -145,21 +150,20 @@ def _changed(
     return paired_bootstrap(ours, theirs, resamples)
 
 
-def _thirds(
+def _compare_thirds(
     pairs: Sequence[tuple[Sample, Sample]], resamples: int
 ) -> Mapping[str, Comparison] | None:
-    """The gain by the base's perplexity, as the paper groups it."""
+    """Compare the scores in each third of the questions by the baseline's perplexity (§5)."""
     losses = [base.nll for _, base in pairs]
     if len(pairs) < len(TERCILES) or any(loss is None for loss in losses):
         return None
     perplexity = [math.exp(min(loss, 700.0)) for loss in losses if loss is not None]
-    ours, theirs = ([pair[side].score for pair in pairs] for side in (0, 1))
-    found = by_tercile(perplexity, ours, theirs, resamples)
-    return dict(zip(TERCILES, found, strict=True))
+    thirds = by_tercile(perplexity, *_paired_scores(pairs), resamples)
+    return dict(zip(TERCILES, thirds, strict=True))
 
 
-def _adjusted(lines: Sequence[Line], against: str) -> list[Line]:
-    """p-values for as many tasks as a method was tested on: some come out small by chance."""
+def _adjust_p_values(lines: Sequence[Line], against: str) -> list[Line]:
+    """Adjust p-values for the number of tasks: some are small by chance."""
     adjusted: dict[tuple[str, str], float] = {}
     for method in {line.method for line in lines} - {against}:
         tested = {line.task: line for line in lines if line.method == method}
@@ -169,50 +173,55 @@ def _adjusted(lines: Sequence[Line], against: str) -> list[Line]:
     return [replace(line, adjusted_p=adjusted.get((line.task, line.method))) for line in lines]
 
 
-def _averages(by_task: Mapping[str, Mapping[str, Run]], against: str, resamples: int) -> list[Line]:
-    """Over all questions together, as in the paper; of the tasks that have right and wrong."""
-    asked = {
-        name: methods
-        for name, methods in by_task.items()
-        if next(iter(methods.values())).facts["scoring"] != TEXT
-    }
-    if len(asked) < 2:
-        return []
-    shared = set.intersection(*(set(methods) for methods in asked.values()))
+def _average(by_task: Mapping[str, Mapping[str, Run]], against: str, resamples: int) -> list[Line]:
+    """Average over all questions together, as the paper does; texts have no right and wrong."""
+    scored = [
+        by_method
+        for by_method in by_task.values()
+        if next(iter(by_method.values())).facts["scoring"] != TEXT
+    ]
+    shared = set.intersection(*map(set, scored)) if len(scored) > 1 else set()
     if against not in shared:
         return []
     lines = []
     for method in sorted(shared, key=lambda name: (name != against, name)):
-        samples = [sample for methods in asked.values() for sample in methods[method].samples]
-        line = Line(
-            task=AVERAGE,
-            title=f"all {len(samples):,} questions",
-            method=method,
-            scoring=" and ".join(sorted({str(m[method].facts["scoring"]) for m in asked.values()})),
-            items=len(samples),
-            score=_score(samples),
-            nll=_mean([sample.nll for sample in samples]),
-            unparsed=sum(sample.parsed is None for sample in samples),
-            near_ties=sum(sample.near_tie for sample in samples),
-        )
+        runs = [by_method[method] for by_method in scored]
+        title = f"all {sum(len(run.samples) for run in runs):,} questions"
+        line = _summarise(AVERAGE, title, method, runs)
         if method != against:
             parts = {
-                name: tuple(
-                    [pair[side].score for pair in matched(methods[method], methods[against])]
-                    for side in (0, 1)
-                )
-                for name, methods in asked.items()
+                run.task: _paired_scores(match_samples(run, by_method[against]))
+                for run, by_method in zip(runs, scored, strict=True)
             }
-            line = replace(line, change=pooled(parts, resamples))  # type: ignore[arg-type]
+            line = replace(line, change=pooled(parts, resamples))
         lines.append(line)
     return lines
 
 
+def _summarise(task: str, title: str, method: str, runs: Sequence[Run]) -> Line:
+    scorings = sorted({str(run.facts["scoring"]) for run in runs})
+    samples = [sample for run in runs for sample in run.samples]
+    return Line(
+        task=task,
+        title=title,
+        method=method,
+        scoring=" and ".join(scorings),
+        items=len(samples),
+        score=_score(samples),
+        nll=_mean([sample.nll for sample in samples]),
+        unparsed=sum(sample.parsed is None for sample in samples if TEXT not in scorings),
+        near_ties=sum(sample.near_tie for sample in samples),
+    )
+
+
+def _paired_scores(pairs: Sequence[tuple[Sample, Sample]]) -> tuple[list[float], list[float]]:
+    return [ours.score for ours, _ in pairs], [theirs.score for _, theirs in pairs]
+
+
 def _score(samples: Sequence[Sample]) -> Accuracy:
-    """One sample that is neither right nor wrong says nothing of its spread."""
     scores = [sample.score for sample in samples]
     if len(scores) == 1 and scores[0] not in (0.0, 1.0):
-        return Accuracy(scores[0], 0.0, 1.0, 1)
+        return Accuracy(scores[0], 0.0, 1.0, 1)  # a single share says nothing about its spread
     return accuracy(scores)
 
 

@@ -1,7 +1,7 @@
-"""Results on disk: a folder for each task and method, written batch by batch.
+"""Runs on disk: a folder for each task and method, written batch by batch.
 
-RUNS/TASK/METHOD/run.json says what was measured and whether it is whole; samples.jsonl has a line
-for each question. Samples are appended a batch at a time, so a killed run goes on with the next.
+RUNS/TASK/METHOD/run.json describes the run and says whether it is finished; samples.jsonl has a
+line for each question. A run that was interrupted can be resumed with the next batch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -21,11 +22,12 @@ from knn_moe.tasks.sample import Sample
 FORMAT: Final = 1
 _RUN: Final = "run.json"
 _SAMPLES: Final = "samples.jsonl"
+_MAY_DIFFER: Final = ("versions", "device", "title", "note")  # in a run that is resumed
 
 
 @dataclass(frozen=True)
 class Run:
-    """What was measured, and every sample of it."""
+    """What was evaluated, and the sample of every question."""
 
     facts: Mapping[str, Any]
     samples: list[Sample]
@@ -40,13 +42,25 @@ class Run:
 
 
 class RunFolder:
-    """One run while it is being written."""
+    """The folder of a run that is being written."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def begin(self, facts: Mapping[str, Any], *, resume: bool, overwrite: bool) -> list[Sample]:
-        """Samples that are there already, of whole batches; none for a new run."""
+        """Start a run, or continue one.
+
+        Args:
+            facts: What identifies the run, as JSON takes it.
+            resume: Continue a run that exists.
+            overwrite: Replace a run that exists.
+
+        Returns:
+            The samples of the batches that are finished already.
+
+        Raises:
+            RunError: There is a run already, or it differs from this one in a fact.
+        """
         if overwrite and self.path.exists():
             shutil.rmtree(self.path)
         if not (self.path / _RUN).exists():
@@ -56,91 +70,98 @@ class RunFolder:
             return []
         if not resume:
             self.refuse_existing()
-        return self._go_on(facts)
+        return self._resume(facts)
 
     def refuse_existing(self) -> None:
-        """Before anything is prepared for a run that could not be written."""
+        """Raise RunError if there is a run already: call it before an expensive preparation."""
         if (self.path / _RUN).exists():
             raise RunError(
-                f"There is a run in {str(self.path)!r} already: go on with --resume, or replace it "
-                f"with --overwrite."
+                f"There is a run in {str(self.path)!r} already. Continue it with --resume, or "
+                f"replace it with --overwrite."
             )
 
-    def _go_on(self, facts: Mapping[str, Any]) -> list[Sample]:
+    def _resume(self, facts: Mapping[str, Any]) -> list[Sample]:
         run = read_run(self.path)
         for name, value in facts.items():
-            known = json.loads(json.dumps(value))
-            if name not in ("versions", "device") and run.facts.get(name) != known:
+            wanted = _as_json(value)
+            if name not in _MAY_DIFFER and run.facts.get(name) != wanted:
                 raise RunError(
-                    f"The run in {str(self.path)!r} has {name} {run.facts.get(name)!r}, not "
-                    f"{known!r}: it cannot be gone on with. Replace it with --overwrite."
+                    f"This run cannot be resumed: {name} was {run.facts.get(name)!r} in "
+                    f"{str(self.path)!r} and is {wanted!r} now. Replace it with --overwrite."
                 )
-        samples = list(run.samples)
-        # The last batch may have been cut off in the middle: what follows writes it anew.
-        lines = [json.dumps(sample.to_dict(), ensure_ascii=False) for sample in samples]
-        text = "".join(f"{line}\n" for line in lines)
-        write_whole(self.path / _SAMPLES, text)
-        return samples
+        # The last batch may be incomplete: it is dropped here and answered again.
+        write_whole(self.path / _SAMPLES, _as_lines(run.samples))
+        return run.samples
 
-    def add(self, samples: Sequence[Sample]) -> None:
-        """A batch, in one write."""
-        lines = [json.dumps(sample.to_dict(), ensure_ascii=False) for sample in samples]
+    def append(self, samples: Sequence[Sample]) -> None:
+        """Write the samples of a batch, durably."""
         with (self.path / _SAMPLES).open("a", encoding="utf8") as file:
-            file.write("".join(f"{line}\n" for line in lines))
+            file.write(_as_lines(samples))
             file.flush()
             os.fsync(file.fileno())
 
     def finish(self, seconds: float, more: Mapping[str, Any]) -> None:
-        """Seconds are added to those of the parts before."""
-        run = json.loads((self.path / _RUN).read_text(encoding="utf8"))
-        total = round(run.get("seconds", 0.0) + seconds, 2)
-        self._write({**run, "finished": True, "seconds": total, **more})
+        """Mark the run as finished.
+
+        Args:
+            seconds: The duration of this session; those of earlier sessions are added.
+            more: Further facts, measured during the run.
+        """
+        facts = json.loads((self.path / _RUN).read_text(encoding="utf8"))
+        total = round(facts.get("seconds", 0.0) + seconds, 2)
+        self._write({**facts, "finished": True, "seconds": total, **more})
 
     def _write(self, facts: Mapping[str, Any]) -> None:
         write_whole(self.path / _RUN, json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
 
 
 def read_run(folder: Path) -> Run:
+    """Read a run; of one that is not finished, the batches that are.
+
+    Raises:
+        RunError: The folder has no run, or one that cannot be read.
+    """
     try:
         facts = json.loads((folder / _RUN).read_text(encoding="utf8"))
     except (OSError, ValueError) as error:
-        raise RunError(f"{str(folder)!r} holds no run: {error}.") from None
+        raise RunError(f"There is no run in {str(folder)!r}: {error}.") from None
     if facts.get("format") != FORMAT:
         raise RunError(
-            f"The run in {str(folder)!r} has format {facts.get('format')}, not {FORMAT}."
+            f"The run in {str(folder)!r} has format {facts.get('format')}; this version reads "
+            f"format {FORMAT}."
         )
-    return Run(facts, _samples(folder / _SAMPLES, facts))
+    samples = _read_samples(folder / _SAMPLES)
+    counts = Counter(sample.batch for sample in samples)
+    sizes = facts["batches"]
+    whole = [sample for sample in samples if counts[sample.batch] == sizes[sample.batch]]
+    return Run(facts, whole)
 
 
-def _samples(path: Path, facts: Mapping[str, Any]) -> list[Sample]:
-    samples = []
+def _read_samples(path: Path) -> list[Sample]:
     try:
         lines = path.read_bytes().split(b"\n")
+        return [Sample.from_dict(json.loads(line)) for line in lines[:-1]]  # the last is cut off
     except OSError as error:
         raise RunError(f"Cannot read {str(path)!r}: {error}.") from None
-    for line in lines[:-1]:  # what has no end of line was cut off
-        try:
-            samples.append(Sample.from_dict(json.loads(line)))
-        except (ValueError, TypeError) as error:
-            raise RunError(f"A line of {str(path)!r} is no sample: {error}.") from None
-    sizes = facts["batches"]
-    counts: dict[int, int] = {}
-    for sample in samples:
-        counts[sample.batch] = counts.get(sample.batch, 0) + 1
-    return [sample for sample in samples if counts[sample.batch] == sizes[sample.batch]]
+    except (ValueError, TypeError) as error:
+        raise RunError(f"A line of {str(path)!r} is not a sample: {error}.") from None
 
 
-def finished_run(folder: Path, wanted: Mapping[str, Any]) -> Run | None:
-    """The run in `folder`, if it is whole and has the facts that are wanted."""
+def find_finished_run(folder: Path, wanted: Mapping[str, Any]) -> Run | None:
+    """Return the run in `folder` if it is finished and has the `wanted` facts."""
     if not (folder / _RUN).exists():
         return None
     run = read_run(folder)
-    same = all(run.facts.get(name) == json.loads(json.dumps(x)) for name, x in wanted.items())
+    same = all(run.facts.get(name) == _as_json(value) for name, value in wanted.items())
     return run if same and run.facts["finished"] else None
 
 
 def read_runs(folder: Path) -> list[Run]:
-    """Every run below `folder`, by task and method; an error if one is not whole."""
+    """Read every run below `folder`, sorted by task and method.
+
+    Raises:
+        RunError: There is none, or one is not finished.
+    """
     paths = sorted(folder.rglob(_RUN))
     if not paths:
         raise RunError(f"There are no runs in {str(folder)!r}.")
@@ -148,6 +169,15 @@ def read_runs(folder: Path) -> list[Run]:
     unfinished = [f"{run.task}/{run.method}" for run in runs if not run.facts["finished"]]
     if unfinished:
         raise RunError(
-            f"Not finished: {', '.join(unfinished)}. Go on with knn-moe eval … --resume."
+            f"Not finished: {', '.join(unfinished)}. Continue with knn-moe eval … --resume."
         )
     return runs
+
+
+def _as_json(value: Any) -> Any:
+    """Return a value as it is after writing and reading it."""
+    return json.loads(json.dumps(value))
+
+
+def _as_lines(samples: Iterable[Sample]) -> str:
+    return "".join(json.dumps(each.to_dict(), ensure_ascii=False) + "\n" for each in samples)

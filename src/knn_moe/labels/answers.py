@@ -14,7 +14,7 @@ from knn_moe.errors import LabelError
 from knn_moe.labels.config import LabelConfig
 from knn_moe.reference.examples import Example, tokenise
 from knn_moe.routers.model_state import input_device, max_positions
-from knn_moe.tasks.generation import continued
+from knn_moe.tasks.generation import generate_tokens
 from knn_moe.tasks.likelihood import mean_losses
 
 OnDone: TypeAlias = Callable[[int], None]  # prompts done so far
@@ -40,7 +40,7 @@ def answers_of(
         torch.manual_seed(config.seed)
         for places in _batches(prompts, max(1, config.batch_size // count)):
             asked = [prompts[place] for place in places]
-            written = continued(
+            written = generate_tokens(
                 model,
                 tokenizer,
                 asked,

@@ -20,7 +20,7 @@ from knn_moe.reference.examples import Example, tokenise
 from knn_moe.routers.model_state import freeze, input_device, unwrap
 from knn_moe.support.progress import Progress
 from knn_moe.tasks import questions as q
-from knn_moe.tasks.answers import by_generation, by_likelihood
+from knn_moe.tasks.answers import make_answer
 from knn_moe.tasks.questions import Question
 from knn_moe.tasks.task import GENERATION, LIKELIHOOD, TEXT, Kind
 
@@ -112,7 +112,7 @@ def successes(context: TaskContext, config: C3poConfig) -> Reference:
         tail = last_layers(context.model, config.critical_layers)
         kept = [asked[place] for place in right]
         routing = torch.zeros(len(kept), *_shape(tail))
-        for places in q.batches(kept, context.batch_size, one_length=False):
+        for places in q.batch_by_length(kept, context.batch_size, one_length=False):
             routing[places] = tail.read([kept[place].ids for place in places]).own.cpu()
     kind = context.data.task.kind
     texts = [kind.question(question.row) for question in kept]
@@ -131,22 +131,17 @@ def _shape(tail: Tail) -> tuple[int, int]:
 
 def _asked(context: TaskContext) -> list[Question]:
     named = [(str(number), row) for number, row in enumerate(context.rows)]
-    make = q.prompts if context.scoring == GENERATION else q.choices
+    make = q.make_prompts if context.scoring == GENERATION else q.make_choices
     return make(context.tokenizer, context.data, named)
 
 
 def _right(context: TaskContext, asked: Sequence[Question]) -> list[int]:
     """Places of the questions the model answers correctly, as it will be scored."""
-    task = context.data.task
     generated = context.scoring == GENERATION
-    answer = (
-        by_generation(context.model, context.tokenizer, task, task.kind.max_new_tokens)
-        if generated
-        else by_likelihood(context.model)
-    )
+    answer = make_answer(context.model, context.tokenizer, context.data.task, context.scoring)
     right: list[int] = []
     done = 0
-    for places in q.batches(asked, context.batch_size, one_length=not generated):
+    for places in q.batch_by_length(asked, context.batch_size, one_length=not generated):
         samples = answer([asked[place] for place in places], 0)
         right += [place for place, got in zip(places, samples, strict=True) if got.score == 1]
         done += len(places)

@@ -20,7 +20,7 @@ from knn_moe.methods.method import Method
 from knn_moe.methods.task_context import TaskContext
 from knn_moe.tasks import prompts
 from knn_moe.tasks.kinds import Choice
-from knn_moe.tasks.questions import Question, choice_ids, prompt_ids
+from knn_moe.tasks.questions import Question, encode_choices, encode_prompt
 from knn_moe.tasks.task import GENERATION, LIKELIHOOD, TEXT, Kind, Row
 
 SHOTS: Final = 5
@@ -80,11 +80,13 @@ class FewShot(Method):
         if self.context.scoring == LIKELIHOOD:
             options = kind.options(question.row)
             context = cloze_prompt(kind, shots, options.context)
-            found = choice_ids(tokenizer, replace(options, context=context))
+            found = encode_choices(tokenizer, replace(options, context=context))
             if found is None:
                 raise ConfigError(f"Question {question.id} has a choice of no tokens behind shots.")
             return replace(question, ids=found[0], choices=found[1])
-        return replace(question, ids=prompt_ids(tokenizer, shown_prompt(kind, shots, question.row)))
+        return replace(
+            question, ids=encode_prompt(tokenizer, shown_prompt(kind, shots, question.row))
+        )
 
     def _room(self) -> float:
         """Tokens a prompt may have: what the model reads, less what it is to write."""

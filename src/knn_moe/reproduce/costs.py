@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 
 from knn_moe.adapt.compress import compress
-from knn_moe.evaluation.evaluate import answer_of, ask
+from knn_moe.evaluation.evaluate import prepare_questions
 from knn_moe.index import IndexConfig
 from knn_moe.inference.attach import attach
 from knn_moe.memory.memory import RoutingMemory
@@ -25,6 +25,7 @@ from knn_moe.methods.knn_moe import routing_memory
 from knn_moe.reproduce.results import by_benchmark
 from knn_moe.reproduce.study import Study
 from knn_moe.reproduce.table import Cell, Chart, Series, Table, nothing, number, row, values
+from knn_moe.tasks.answers import make_answer
 
 INDEXES: Final = {"exact": "kNN-MoE", "ivfpq": "kNN-MoE (IVFPQ)", "fast": "kNN-MoE (fast)"}
 FAISS: Final = ("ivfpq",)  # whose memory torch does not see
@@ -157,12 +158,12 @@ def _on(network: Any, memory: RoutingMemory, kind: str) -> AbstractContextManage
 def _seconds(study: Study, model: str, task: str, on: AbstractContextManager[Any]) -> float:
     network, tokenizer = study.model(model)
     data, config = study.data(task), replace(study.config(task), limit=TIMED)
-    asked = ask(tokenizer, data, config)
-    answer, spent = answer_of(network, tokenizer, data, config), []
+    asked = prepare_questions(tokenizer, data, config)
+    answer, spent = make_answer(network, tokenizer, data.task, asked.scoring), []
     with on:
         for _ in range(ROUNDS + 1):
             started = time.perf_counter()
-            for number_of, batch in enumerate(asked.batched()):
+            for number_of, batch in enumerate(asked.batches):
                 answer(batch, number_of)
             spent.append(time.perf_counter() - started)
     return median(spent[1:]) / len(asked.questions)

@@ -21,7 +21,7 @@ import torch
 
 from knn_moe.errors import ConfigError, RunError, UnsupportedModelError
 from knn_moe.evaluation.evaluate import EvalConfig, evaluate
-from knn_moe.evaluation.store import Run, finished_run
+from knn_moe.evaluation.store import Run, find_finished_run
 from knn_moe.inference.expert_usage import router_load
 from knn_moe.memory.manifest import library_versions
 from knn_moe.methods import METHODS, Method, PreparedMethod, TaskContext, prepare
@@ -180,7 +180,7 @@ class Study:
     ) -> Run:
         """Whatever `make` makes, run under a name of its own; not made if the run is there."""
         folder = self.place(model, task) / name
-        known = finished_run(folder, {})
+        known = find_finished_run(folder, {})
         if known is not None:
             return known
         self.on_step(f"{model}, {task}: preparing {name}", 0, 1)
@@ -194,7 +194,9 @@ class Study:
             self.config(task, load=_has_load(network)),
             folder=folder,
             overwrite=True,
-            on_progress=lambda done, total: self.on_step(f"{model}, {task}: {name}", done, total),
+            on_progress=lambda step: self.on_step(
+                f"{model}, {task}: {name}", step.done, step.total
+            ),
         )
 
     def measured(self, model: str, task: str, name: str, measure: Callable[[], Any]) -> Any:

@@ -13,7 +13,7 @@ import torch
 from knn_moe.build.build import build_memory
 from knn_moe.config import PRESETS, RoutingConfig
 from knn_moe.evaluation.compare import compare_runs
-from knn_moe.evaluation.evaluate import ask
+from knn_moe.evaluation.evaluate import prepare_questions
 from knn_moe.evaluation.store import Run
 from knn_moe.inference.attach import attach
 from knn_moe.inference.expert_usage import similarity_share
@@ -216,7 +216,7 @@ def top1_share(study: Study) -> Table:
 def _share(study: Study, model: str, task: str, preset: str) -> float:
     context = study.context(model, task)
     memory = routing_memory(context, preset)
-    asked = ask(context.tokenizer, study.data(task), study.config(task))
+    asked = prepare_questions(context.tokenizer, study.data(task), study.config(task))
     total = weight = 0.0
     with attach(context.model, memory, replace(memory.routing, k=SHARE_OF)) as routing:
         for question in asked.questions:

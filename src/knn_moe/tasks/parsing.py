@@ -1,9 +1,9 @@
-"""From a model's output to its answer: a choice, a number or a program; None if it gave none.
+"""Parse a model's output: a choice, a number or a program, or None if it does not give one.
 
-Knows text only: not the question, nor which answer is right. What a model thought is no answer:
-where a block of thought is left unfinished, nothing in it counts. A thought whose opening mark
-was in the prompt, and which never closes, cannot be told from an answer and is read as one.
-Doubt gives None, never a guess: an answer that is not there is counted wrong.
+Knows text only: neither the question nor the right answer. A model's reasoning is not its answer:
+nothing in an unfinished reasoning block counts. (If the block was opened in the prompt and never
+ends, it cannot be told from an answer and is parsed as one.) In doubt the result is None, never a
+guess, and counts as wrong.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from typing import Final
 
 from knn_moe.tasks.prompts import LETTERS
 
-# GPT-OSS, with its special tokens and as a tokenizer that drops them leaves it.
+# GPT-OSS, with its special tokens, and without them.
 _FINAL: Final = re.compile(r"<\|channel\|>\s*final\b[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>")
 _BARE_CHANNEL: Final = re.compile(r"\s*analysis(?=\w)")
 _TOKEN: Final = re.compile(r"<\|[a-z_]+\|>")
 _LEADING_TOKENS: Final = re.compile(r"(?:\s*<\|[a-z_]+\|>)*")
 _DASHES: Final = str.maketrans("−–‐‑", "----")
 
-# A base model goes on after its answer, with a question of its own in the prompt's form.
+# A base model often continues after its answer, with a question in the form of the prompt.
 _NEXT_QUESTION: Final = re.compile(
     r"^[^\S\n]*(?:Q:|Question(?:\s+\d+)?\s*:|What is the correct answer to this question:)", re.M
 )
 
-# "The correct answer is", "Answer:", "the best option would be", up to where the letter stands.
+# "The correct answer is", "Answer:", "the best option would be", up to the letter.
 _CUE: Final = re.compile(
     r"""
     (?i:
@@ -61,8 +61,8 @@ _DENIED: Final = re.compile(
 )
 _EITHER: Final = re.compile(r"(?:either|both|neither)\b", re.I)
 
-# What may come after a letter without brackets. No other words: "Answer: B cells" and "A patient"
-# are the texts of choices; those here never follow an article.
+# What may follow a letter without brackets. Only words that cannot follow an article: "Answer: B
+# cells" and "A patient" are the texts of choices.
 _AFTER: Final = r"""(?=
     \s*(?: [)\],;:!?"”/&}] | \.(?!\w) | \n | \Z )
   | \s+(?: \( | -\s | (?i:because|since|as|due|for|in|and|or|are|here|given|based|which)\b )
@@ -90,7 +90,7 @@ _VERDICT: Final = re.compile(
     """,
     re.X | re.M,
 )
-# "A:" opens an answer as often as it names the first choice.
+# Not "A:", which opens an answer as often as it names the first choice.
 _LONE: Final = re.compile(
     r"""
     [\s\#>\-]* (?i:option\s+|choice\s+)?
@@ -119,15 +119,15 @@ _STATEMENT: Final = re.compile(
     re.X | re.I,
 )
 _CLAUSE_END: Final = re.compile(r"\n|[.!?](?=\s|\Z)|(?<=[\w%])\s*\(")
-_CLAUSE: Final = 200  # characters at most: a model may repeat itself without a full stop
+_CLAUSE: Final = 200  # characters at most: a model may repeat itself endlessly
 
 _FENCE: Final = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n`]*\n", re.M)
 _PYTHON: Final = frozenset({"", "python", "python3", "py"})
 _DEFINITION: Final = re.compile(r"^[ \t]*(?:async[ \t]+)?(?:def|class)\b", re.M)
 
 
-def said(output: str) -> str:
-    """What the model said to its reader, without its thoughts and without special tokens."""
+def _visible_text(output: str) -> str:
+    """Return the output without reasoning and without special tokens."""
     output = output.replace("\r\n", "\n")
     if "<|channel|>" in output:
         _, *finals = _FINAL.split(output)
@@ -141,17 +141,18 @@ def said(output: str) -> str:
 
 
 def parse_letter(output: str, count: int) -> int | None:
-    """The index of the choice the model claims is right, one of `count`.
+    """Return the index of the choice that the output claims is right, or None.
 
-    The last claim ("the correct answer is (B)", "Answer: B", \\boxed{B}) decides, then verdicts
-    ("Option B is correct") if they agree, then a letter that opens the output. Several letters
-    in one claim, or a letter beyond `count`, are None.
+    The last claim ("the correct answer is (B)", "Answer: B", \\boxed{B}) decides. Without a claim,
+    verdicts ("Option B is correct") decide if they agree, then a letter that opens the output. A
+    claim of several letters, or of a letter beyond the `count` choices, gives None.
     """
-    for part in _parts(output):
-        # The prompt's own "(X)", repeated, is no claim.
-        claims = [letter for letter in _claims(part) if letter != "X" or count > LETTERS.index("X")]
-        letter = claims[-1] if claims else _verdict(part)
-        letter = _lone(part) if letter is None else letter
+    for part in _split_questions(output):
+        # The "(X)" of the prompt, repeated, is not a claim.
+        has_x = count > LETTERS.index("X")
+        claims = [letter for letter in _find_claims(part) if letter != "X" or has_x]
+        letter = claims[-1] if claims else _find_verdict(part)
+        letter = _find_opening_letter(part) if letter is None else letter
         if letter is not None:
             index = LETTERS.index(letter) if letter else count
             return index if index < count else None
@@ -159,70 +160,71 @@ def parse_letter(output: str, count: int) -> int | None:
 
 
 def parse_number(output: str) -> str | None:
-    """The number the model ends on, in a normal form.
+    """Return the number that the output ends with, in a normal form, or None.
 
-    That of the last statement ("The answer is", "####", \\boxed{}), otherwise the one after the
-    last "=", otherwise the last one. No commas, signs of currency or percent, nor needless zeros;
-    a fraction stays one, in lowest terms.
+    The number of the last statement ("The answer is", "####", \\boxed{}) decides, then the one
+    after the last "=", then the last number. The normal form has no commas, no signs of currency or
+    percent, and no needless zeros; a fraction is in lowest terms.
     """
-    for part in _parts(output):
-        stated = [number for text in _statements(part) if (number := _first_number(text))]
+    for part in _split_questions(output):
+        stated = [number for text in _find_statements(part) if (number := _first_number(text))]
         numbers = stated or list(_RESULT.finditer(part)) or list(_NUMBER.finditer(part))
         if numbers:
-            return _normal(numbers[-1])
+            return _format_number(numbers[-1])
     return None
 
 
 def same_number(first: str, second: str) -> bool:
-    """Whether two texts give one value: "1/2" and "0.50" do. Exactly, with no tolerance."""
+    """Return whether two texts have exactly the same value, as "1/2" and "0.50" have."""
     one, other = parse_number(first), parse_number(second)
     return one is not None and other is not None and Fraction(one) == Fraction(other)
 
 
 def parse_program(output: str) -> str | None:
-    """The last ```python block that defines something, or the last one if none does.
+    """Return the last ```python block that defines something, or else the last block.
 
-    Complete blocks come before an unfinished one, and marked ones before plain ones. Without a
-    block, the whole output if it compiles and is more than an expression, as one word would be.
+    Complete blocks are preferred to an unfinished one, and marked blocks to plain ones. Without a
+    block, the whole output is the program if it compiles and is more than an expression (a single
+    word would be one). Otherwise the result is None.
     """
-    text = said(output)
-    blocks = _blocks(text)
+    text = _visible_text(output)
+    blocks = _find_blocks(text)
     if not blocks:
-        tree = _tree(_tidy(text))
+        tree = _parse_python(_dedent(text))
         is_program = tree is not None and any(not isinstance(line, ast.Expr) for line in tree.body)
-        return _tidy(text) if is_program else None
-    return _tidy(next((code for code in blocks if _DEFINITION.search(code)), blocks[0]))
+        return _dedent(text) if is_program else None
+    return _dedent(next((code for code in blocks if _DEFINITION.search(code)), blocks[0]))
 
 
 def complete_function(prompt: str, output: str, entry_point: str) -> str:
-    """The function `entry_point` that `prompt` begins, whole.
+    """Return the whole function `entry_point` that `prompt` begins.
 
-    A definition in the output is put after what stands before it in the prompt: its imports and
-    helpers. Otherwise the output is the body, up to the first line that leaves it.
+    If the output defines the function, the definition follows the prompt's imports and helpers.
+    Otherwise the output is taken for the body, up to the first line that is not part of it.
     """
-    text = said(output)
-    blocks = _blocks(text)
+    text = _visible_text(output)
+    blocks = _find_blocks(text)
     definition = re.compile(rf"^def {re.escape(entry_point)}\b", re.M)
-    for code in map(_tidy, blocks or [_unfenced(text, definition)]):
+    for code in map(_dedent, blocks or [_extract_function(text, definition)]):
         if _defines(code, entry_point, definition):
             begun = definition.search(prompt)
             return f"{prompt[: begun.start()] if begun else ''}{code}\n"
-    return _with_body(prompt, (blocks[0] if blocks else text).strip("\n"))
+    return _add_body(prompt, (blocks[0] if blocks else text).strip("\n"))
 
 
-def _parts(output: str) -> Iterator[str]:
-    """The output in plain letters, cut where a new question begins."""
-    return iter(_NEXT_QUESTION.split(_unwrapped(_plain(said(output)))))
+def _split_questions(output: str) -> Iterator[str]:
+    """Return the normalised output, split where a new question begins."""
+    return iter(_NEXT_QUESTION.split(_strip_markup(_normalise(_visible_text(output)))))
 
 
-def _plain(text: str) -> str:
-    """Full-width and styled letters as ASCII has them; invisible ones gone."""
+def _normalise(text: str) -> str:
+    """Replace full-width and styled characters by plain ones, and drop invisible ones."""
     if text.isascii():
         return text
-    # GPT-OSS groups digits by narrow spaces.
+    # GPT-OSS groups digits with narrow spaces.
     text = re.sub("(?<=[0-9])[\u00a0\u2009\u202f](?=[0-9]{3}(?![0-9]))", ",", text)
     kept = (
-        # Of the category No are ² and ½: as plain digits they would make other numbers.
+        # ² and ½ (category No) would change the number next to them.
         letter if unicodedata.category(letter) == "No" else unicodedata.normalize("NFKC", letter)
         for letter in text
         if unicodedata.category(letter) != "Cf"
@@ -230,8 +232,8 @@ def _plain(text: str) -> str:
     return "".join(kept).translate(_DASHES)
 
 
-def _unwrapped(text: str) -> str:
-    """Without Markdown, HTML and LaTeX; a box is a claim on a line of its own."""
+def _strip_markup(text: str) -> str:
+    """Remove Markdown, HTML and LaTeX; a box becomes a claim on a line of its own."""
     text = re.sub(r"-\s?\\?\$(?=\s?[0-9.])", "-", text.replace("{,}", ","))
     text = re.sub(r"\\[,!;]", "", text)
     text = re.sub(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"\1/\2", text)
@@ -240,8 +242,8 @@ def _unwrapped(text: str) -> str:
     return re.sub(r"\\[()\[\]$]|[*_`$]|</?(?:b|i|u|em|strong|p|br|span)\s*/?>", " ", text)
 
 
-def _claims(text: str) -> list[str]:
-    """The letter each claim names; "" where it names several."""
+def _find_claims(text: str) -> list[str]:
+    """Return the letter that each claim names, or "" if it names several."""
     found = []
     for cue in _CUE.finditer(text):
         if _DENIED.search(text, max(0, cue.start() - 60), cue.start()):
@@ -255,7 +257,7 @@ def _claims(text: str) -> list[str]:
 
 
 def _only_letter(choice: re.Match[str], text: str) -> str:
-    """The choice's letter; "" if another one follows, as in "(A) or (B)" or "A, C and D"."""
+    """Return the letter, or "" if another one follows, as in "(A) or (B)" or "A, C and D"."""
     letter = _letter(choice)
     following: re.Match[str] | None = choice
     while following and (following := _AND_CHOICE.match(text, following.end())):
@@ -268,14 +270,14 @@ def _letter(choice: re.Match[str]) -> str:
     return (choice["quoted"] or choice["bare"]).upper()
 
 
-def _verdict(text: str) -> str | None:
-    """The letter that alone is called correct; "" if several are."""
+def _find_verdict(text: str) -> str | None:
+    """Return the only letter that is called correct, or "" if several are."""
     letters = set(_VERDICT.findall(text))
     return None if not letters else letters.pop() if len(letters) == 1 else ""
 
 
-def _lone(text: str) -> str | None:
-    """The letter that opens the text; "" if other lines open with others, as a list would."""
+def _find_opening_letter(text: str) -> str | None:
+    """Return the letter that opens the text, or "" if other lines open with other letters."""
     lines = [line for line in text.splitlines() if line.strip()]
     choices = [(choice, line) for line in lines if (choice := _LONE.match(line))]
     if not choices or not _LONE.match(lines[0]):
@@ -284,18 +286,18 @@ def _lone(text: str) -> str | None:
     return letters.pop() if len(letters) == 1 else ""
 
 
-def _statements(text: str) -> Iterator[str]:
-    """What each statement of an answer says, to the end of its clause."""
+def _find_statements(text: str) -> Iterator[str]:
+    """Yield the rest of the clause after each "The answer is"."""
     for statement in _STATEMENT.finditer(text):
         yield _CLAUSE_END.split(text[statement.end() : statement.end() + _CLAUSE], 1)[0]
 
 
 def _first_number(clause: str) -> re.Match[str] | None:
-    """The first number of a clause; of a sum that it works out, the result."""
+    """Return the first number of a clause, or its result if the clause is a calculation."""
     return _NUMBER.search(clause.rpartition("=")[2]) or _NUMBER.search(clause)
 
 
-def _normal(number: re.Match[str]) -> str:
+def _format_number(number: re.Match[str]) -> str:
     sign = "-" if number["sign"] == "-" else ""
     whole = (number["whole"] or "").replace(",", "")
     if number["under"]:
@@ -305,8 +307,8 @@ def _normal(number: re.Match[str]) -> str:
     return digits if digits == "0" else sign + digits
 
 
-def _blocks(text: str) -> list[str]:
-    """The blocks of code, the best first: complete, then marked as Python, then late."""
+def _find_blocks(text: str) -> list[str]:
+    """Return the blocks of code, the best first: complete, then marked as Python, then late."""
     found = []
     at = 0
     while fence := _FENCE.search(text, at):
@@ -321,12 +323,12 @@ def _blocks(text: str) -> list[str]:
     return [code for *_, code in reversed(found)]
 
 
-def _tidy(code: str) -> str:
+def _dedent(code: str) -> str:
     return textwrap.dedent(code).strip("\n").rstrip()
 
 
-def _tree(code: str) -> ast.Module | None:
-    """The code's syntax tree, if it compiles."""
+def _parse_python(code: str) -> ast.Module | None:
+    """Return the syntax tree of the code, or None if it does not compile."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -338,8 +340,8 @@ def _tree(code: str) -> ast.Module | None:
 
 
 def _defines(code: str, name: str, definition: re.Pattern[str]) -> bool:
-    tree = _tree(code)
-    if tree is None:  # cut short, or wrong: it is the function still
+    tree = _parse_python(code)
+    if tree is None:  # truncated or wrong, but meant as the function
         return definition.search(code) is not None
     names = {line.name for line in tree.body if isinstance(line, ast.FunctionDef | ast.ClassDef)}
     assigned = [line for line in tree.body if isinstance(line, ast.Assign)]
@@ -347,26 +349,26 @@ def _defines(code: str, name: str, definition: re.Pattern[str]) -> bool:
     return name in names
 
 
-def _unfenced(text: str, definition: re.Pattern[str]) -> str:
-    """All of a text that compiles; of another, the function in it, if there is one."""
+def _extract_function(text: str, definition: re.Pattern[str]) -> str:
+    """Return a text that compiles unchanged; of another, the function in it, if there is one."""
     begun = definition.search(text)
-    if begun is None or _tree(text) is not None:
+    if begun is None or _parse_python(text) is not None:
         return text
     first, _, rest = text[begun.start() :].partition("\n")
-    return f"{first}\n{_body(rest)}"
+    return f"{first}\n{_take_body(rest)}"
 
 
-def _body(text: str) -> str:
-    """The lines up to the first that is not indented, closing brackets and comments aside."""
+def _take_body(text: str) -> str:
+    """Return the lines up to the first unindented one, ignoring closing brackets and comments."""
     lines = text.split("\n")
     leaves = (at for at, line in enumerate(lines) if re.match(r"[^\s)\]}#]", line))
     return "\n".join(lines[: next(leaves, len(lines))]).rstrip() + "\n"
 
 
-def _with_body(prompt: str, text: str) -> str:
-    """The prompt and the body after it, whose indent the model may have left out."""
+def _add_body(prompt: str, text: str) -> str:
+    """Return the prompt and the body, whose indentation the model may have omitted."""
     begun = prompt if prompt.endswith("\n") else prompt + "\n"
     if text[:1].isspace():
-        return begun + _body(text)
+        return begun + _take_body(text)
     whole = begun + textwrap.indent(text, "    ") + "\n"
-    return whole if _tree(whole) is not None else begun + _body("    " + text)
+    return whole if _parse_python(whole) is not None else begun + _take_body("    " + text)

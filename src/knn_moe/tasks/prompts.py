@@ -1,4 +1,4 @@
-"""The prompts, word for word (appendix A), and those of the tasks the paper has no words for.
+"""The paper's prompts, word for word (appendix A), and prompts for the tasks it does not cover.
 
 Text in, text out: knows nothing of models, chat templates or where questions come from.
 """
@@ -16,7 +16,7 @@ LETTERS: Final = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 @dataclass(frozen=True)
 class Shot:
-    """An example with its answer, an index into its choices."""
+    """A solved example; `answer` is an index into `choices`."""
 
     question: str
     choices: Sequence[str]
@@ -24,51 +24,52 @@ class Shot:
 
     def __post_init__(self) -> None:
         if not 0 <= self.answer < len(self.choices):
-            raise ConfigError(f"There is no choice {self.answer} among {len(self.choices)}.")
+            raise ConfigError(f"answer must be 0 to {len(self.choices) - 1}, got {self.answer}.")
 
 
 def zero_shot(question: str, choices: Sequence[str]) -> str:
-    """The zero-shot prompt of a multiple-choice question."""
+    """Return the zero-shot prompt of a multiple-choice question."""
     return (
         f"What is the correct answer to this question: {question}\n\n"
-        f"Choices:\n{_listed(choices)}\n\n"
+        f"Choices:\n{_format_choices(choices)}\n\n"
         "Answer with the format: The correct answer is (X)."
     )
 
 
 def few_shot(shots: Sequence[Shot], question: str, choices: Sequence[str]) -> str:
-    """The 5-shot prompt, with any number of shots; it ends after the last question's choices."""
+    """Return the 5-shot prompt, with any number of shots; it ends with the question's choices."""
     examples = (
-        # Without the full stop the zero-shot prompt asks for: so it stands in the paper.
-        f"{_posed(shot.question, shot.choices)}\nThe correct answer is ({LETTERS[shot.answer]})"
+        # Without the full stop that the zero-shot prompt asks for, as in the paper.
+        f"{_format_question(shot.question, shot.choices)}\n"
+        f"The correct answer is ({LETTERS[shot.answer]})"
         for shot in shots
     )
     intro = (
         "Here are some example expert multiple-choice questions. "
         "After the examples, answer the final question."
     )
-    return "\n\n".join((intro, *examples, _posed(question, choices)))
+    return "\n\n".join((intro, *examples, _format_question(question, choices)))
 
 
 def answer_line(answer: int) -> str:
-    """What a model is asked to say."""
+    """Return the line that a model is asked to write."""
     if not 0 <= answer < len(LETTERS):
-        raise ConfigError(f"Choice {answer} has no letter: there are {len(LETTERS)}.")
+        raise ConfigError(f"answer must be 0 to {len(LETTERS) - 1}, got {answer}.")
     return f"The correct answer is ({LETTERS[answer]})."
 
 
 def cloze(question: str) -> str:
-    """What each choice follows, as " " + choice, to be scored by its likelihood."""
+    """Return the context that each choice follows, as " " + choice, when scored by likelihood."""
     return f"Question: {question}\nAnswer:"
 
 
 def word_problem(question: str) -> str:
-    """A problem of GSM8K, whose answer is a number."""
+    """Return the prompt of a GSM8K problem, whose answer is a number."""
     return f'{question}\nThink step by step, and end with "The answer is N.", N being a number.'
 
 
 def program(task: str, tests: Sequence[str]) -> str:
-    """A task of MBPP, with the tests the code will have to pass."""
+    """Return the prompt of an MBPP task, with the tests that the code must pass."""
     listed = "\n".join(tests)
     return (
         f"You are an expert Python programmer, and here is your task: {task} "
@@ -78,7 +79,7 @@ def program(task: str, tests: Sequence[str]) -> str:
 
 
 def completion(prompt: str) -> str:
-    """A function of HumanEval, given up to its body."""
+    """Return the prompt of a HumanEval function, which is given up to its body."""
     code = prompt.strip("\n")
     return (
         "Complete this Python function. Answer with the whole function in a ```python block.\n\n"
@@ -86,12 +87,12 @@ def completion(prompt: str) -> str:
     )
 
 
-def _posed(question: str, choices: Sequence[str]) -> str:
-    # The paper's listing has a space after some of its "Choices:", taken for an accident.
-    return f"Question: {question}\nChoices:\n{_listed(choices)}"
+def _format_question(question: str, choices: Sequence[str]) -> str:
+    # The paper's listing has a space after some of its "Choices:", which we take for an accident.
+    return f"Question: {question}\nChoices:\n{_format_choices(choices)}"
 
 
-def _listed(choices: Sequence[str]) -> str:
+def _format_choices(choices: Sequence[str]) -> str:
     if not 1 <= len(choices) <= len(LETTERS):
         raise ConfigError(
             f"A question needs 1 to {len(LETTERS)} choices, a letter each, got {len(choices)}."

@@ -1,4 +1,4 @@
-"""A task's reference set as examples to remember, in the form in which it will be asked."""
+"""A task's reference set as examples, in the form in which its questions are asked."""
 
 from __future__ import annotations
 
@@ -13,34 +13,52 @@ from knn_moe.tasks.task import GENERATION, LIKELIHOOD, Row
 
 
 def reference_rows(data: TaskData, limit: int | None = None, seed: int = 0) -> list[Row]:
-    """The rows to learn from; with a limit that many, drawn at random, in their own order."""
+    """Return the reference rows, in their order.
+
+    Args:
+        data: The task.
+        limit: Draw that many rows at random; None: all.
+        seed: For the draw.
+
+    Raises:
+        TaskDataError: The task has no reference set.
+    """
     rows = list(data.reference)
     if not rows:
         raise TaskDataError(
-            f"{data.task.name} has no reference set here: give a memory with --memory."
+            f"{data.task.name} has no reference set in {data.source!r}. Use an existing memory: "
+            f"--memory FOLDER."
         )
     if limit is not None and limit < len(rows):
-        kept = sorted(random.Random(seed).sample(range(len(rows)), limit))
-        rows = [rows[place] for place in kept]
+        drawn = sorted(random.Random(seed).sample(range(len(rows)), limit))
+        rows = [rows[place] for place in drawn]
     return rows
 
 
 def reference_examples(
     tokenizer: Any, data: TaskData, scoring: str, rows: Sequence[Row] | None = None
 ) -> list[Example]:
-    """Prompts with right answers: chat messages where the model has a template for them."""
+    """Return the reference rows as prompts with right answers.
+
+    Args:
+        tokenizer: If it has a chat template, generation prompts become chat messages.
+        data: The task.
+        scoring: "generation", "likelihood" or "text": the form of the prompts.
+        rows: The rows to convert. None: all reference rows.
+    """
     chat = bool(getattr(tokenizer, "chat_template", None))
     rows = reference_rows(data) if rows is None else rows
-    return [_example(data, row, scoring, chat) for row in rows]
+    return [_make_example(data, row, scoring, chat) for row in rows]
 
 
-def _example(data: TaskData, row: Row, scoring: str, chat: bool) -> Example:
+def _make_example(data: TaskData, row: Row, scoring: str, chat: bool) -> Example:
     kind = data.task.kind
     if scoring == LIKELIHOOD:
         options = kind.options(row)
         return Example(options.context, options.continuations[options.answer])
     if scoring == GENERATION and chat:
-        asked = {"role": "user", "content": kind.prompt(row)}
-        return Example(messages=(asked, {"role": "assistant", "content": kind.completion(row)}))
+        question = {"role": "user", "content": kind.prompt(row)}
+        answer = {"role": "assistant", "content": kind.completion(row)}
+        return Example(messages=(question, answer))
     prompt = kind.prompt(row)
     return Example(f"{prompt}\n" if prompt else "", kind.completion(row))

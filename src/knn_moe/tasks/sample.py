@@ -1,4 +1,4 @@
-"""One question put and answered: what is written down of it."""
+"""One question and its answer, as a run stores it."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ from typing import Any, Final
 
 from knn_moe.tasks.prompts import LETTERS
 
-NEAR_TIE: Final = 1e-3  # nats: rounding, as by another batch size, may turn a choice this close
+NEAR_TIE: Final = 1e-3  # nats: rounding, such as by another batch size, may flip such a choice
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """`score` is what it is worth, 0 to 1; `nll` the mean loss of the prompt's tokens, or of a
-    text's own. By likelihood, `likelihoods` are the choices', and `margin` how far the best is
-    ahead, per character where lengths are evened out."""
+    """The result of one question.
+
+    `margin`: how far the best choice is ahead of the second, in nats per character.
+    """
 
     id: str
-    prompt: str  # a hash of it
-    score: float
+    prompt: str  # its hash
+    score: float  # 0 to 1
     batch: int
-    nll: float | None = None
+    nll: float | None = None  # mean loss of the prompt's tokens, or of a text's
     answer: str | None = None
     parsed: str | None = None
     output: str | None = None
-    likelihoods: tuple[float, ...] | None = None
-    plain_score: float | None = None  # by likelihood: without evening out lengths
+    likelihoods: tuple[float, ...] | None = None  # log-likelihoods of the choices
+    plain_score: float | None = None  # by likelihood, not normalised by length
     margin: float | None = None
 
     @property
@@ -35,7 +36,7 @@ class Sample:
 
     @property
     def answer_loss(self) -> float | None:
-        """By likelihood: -log p(the right choice | the prompt), in nats."""
+        """Return -log p(the right choice | the prompt) in nats, if scored by likelihood."""
         if self.likelihoods is None or self.answer is None:
             return None
         return -self.likelihoods[LETTERS.index(self.answer)]
@@ -49,5 +50,6 @@ class Sample:
         return cls(**{**row, "likelihoods": tuple(likelihoods) if likelihoods else None})
 
 
-def hashed(text: str) -> str:
+def short_hash(text: str) -> str:
+    """Return 16 hex digits that identify `text`."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,14 +1,14 @@
-"""Run a generated Python program where it can do no harm, and say whether it ran to its end.
+"""Run a generated Python program in isolation, and report whether it ran to its end.
 
-Knows processes, limits and kernels; nothing of models, tasks or what a program should compute.
+Knows processes, limits and system calls; nothing of models, tasks or what a program should compute.
 
-The program gets a process, a folder and nothing else. What keeps it there, each where the system
-has it: resource limits; an unprivileged user, if we are root; Landlock for files and a seccomp
-filter for system calls; an audit hook inside the interpreter, which every system has. On Linux a
-way around the hook still meets the kernel. Elsewhere the hook is most of the wall: run programs
-that were written to break out in a container of their own.
+The program gets a process and a folder. These layers confine it, as far as the system has them:
+resource limits; an unprivileged user, if we are root; Landlock for files and a seccomp filter for
+system calls; an audit hook inside the interpreter, which every system has. On Linux, a program
+that gets around the hook is still stopped by the system. On other systems the hook is the main
+protection: run programs that were written to break out in a container.
 
-What runs in the program's process is in sandbox_child.py.
+sandbox_child.py is the part that runs in the program's process.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from knn_moe.errors import ConfigError
 from knn_moe.tasks.sandbox_child import CHILD, GUARDS
 
 _NOBODY: Final = 65534
-_LONGEST: Final = 4096  # bytes of a verdict: they fit in the pipe, so no writer ever waits
+_LONGEST: Final = 4096  # bytes of a report: they fit in the pipe, so no writer ever waits
 
-# Each system call refused: its name, its number on x86_64, its number on aarch64.
+# Each refused system call: its name, its number on x86_64, its number on aarch64.
 _REFUSED: Final = """
     socket 41 198       socketpair 53 199   connect 42 203      accept 43 202       accept4 288 242
     bind 49 200         listen 50 201       sendto 44 206       sendmsg 46 211      sendmmsg 307 269
@@ -59,9 +59,9 @@ _MACHINES: Final = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # co
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use."""
+    """The resources that a program may use."""
 
-    seconds: float = 10.0  # of the clock and of the processor, Python's own start included
+    seconds: float = 10.0  # of wall-clock and of CPU time, including the start of Python
     memory_mb: int = 1024  # of address space
     file_mb: int = 16  # in any one file
 
@@ -81,17 +81,22 @@ DEFAULT_LIMITS: Final = Limits()
 
 @dataclass(frozen=True)
 class Outcome:
-    """Whether a program ran to its end, and in a few words why not."""
+    """Whether a program ran to its end, and the reason if it did not."""
 
     passed: bool
     reason: str
 
 
 def run_program(program: str, limits: Limits = DEFAULT_LIMITS) -> Outcome:
-    """Run the text of a program in a process of its own; it passes if its last line was reached.
+    """Run a program in a process of its own.
 
-    Leaving early is no pass, whatever the exit status. Only the standard library can be imported;
-    there are no threads, no sockets and no standard input, and output goes nowhere.
+    It passes if it reaches its end; exiting early is a failure, whatever the exit status. Only the
+    standard library can be imported. There are no threads, no sockets and no standard input, and
+    output is discarded.
+
+    Args:
+        program: The source text.
+        limits: The resources it may use.
     """
     folder = os.path.realpath(tempfile.mkdtemp(prefix="knn-moe-run-"))
     try:
@@ -101,10 +106,10 @@ def run_program(program: str, limits: Limits = DEFAULT_LIMITS) -> Outcome:
 
 
 def _run_in(folder: str, program: str, limits: Limits) -> Outcome:
-    """Run `program` with `folder` as its home, and leave none of its processes."""
+    """Run `program` in `folder`, and end all its processes."""
     token = secrets.token_hex(16)
     receive, send = os.pipe()
-    # A file without a name holds the plan: a pipe would block on a program longer than itself.
+    # The plan is in a nameless file: a pipe would block on a long program.
     with tempfile.TemporaryFile() as plan, os.fdopen(receive, "rb", buffering=0):
         try:
             plan.write(_plan(folder, program, limits, token, send))
@@ -122,17 +127,17 @@ def _run_in(folder: str, program: str, limits: Limits) -> Outcome:
         finally:
             os.close(send)
         try:
-            said = _listen(receive, limits.seconds)
+            report = _listen(receive, limits.seconds)
         finally:
-            # Not waited for until now: the group's number is still ours to kill.
+            # The process was not waited for yet, so the group's number is still ours.
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             status = process.wait()
-    return _outcome(said, token, status)
+    return _outcome(report, token, status)
 
 
-def _plan(folder: str, program: str, limits: Limits, token: str, report: int) -> bytes:
-    """All that the child is told. It arrives on stdin, where the program cannot read it again."""
+def _plan(folder: str, program: str, limits: Limits, token: str, send: int) -> bytes:
+    """Return the child's input. It arrives on stdin, where the program cannot read it again."""
     user = None
     if sys.platform == "linux" and os.geteuid() == 0:
         with suppress(OSError):
@@ -142,7 +147,7 @@ def _plan(folder: str, program: str, limits: Limits, token: str, report: int) ->
         "program": program,
         "guards": GUARDS,
         "token": token,
-        "report": report,
+        "report": send,
         "folder": folder,
         "user": user,
         "filter": _system_call_filter().hex(),
@@ -154,38 +159,38 @@ def _plan(folder: str, program: str, limits: Limits, token: str, report: int) ->
 
 
 def _listen(receive: int, seconds: float) -> bytes | None:
-    """What the child says before it ends; None if it does not end in time."""
+    """Return what the child reports before it ends, or None if it does not end in time."""
     deadline = time.monotonic() + seconds
-    said = b""
+    report = b""
     with selectors.DefaultSelector() as ready:
         ready.register(receive, selectors.EVENT_READ)
-        while len(said) <= _LONGEST:
+        while len(report) <= _LONGEST:
             left = deadline - time.monotonic()
             if left <= 0 or not ready.select(left):
                 return None
             piece = os.read(receive, _LONGEST)
             if not piece:
                 break
-            said += piece
-    return said
+            report += piece
+    return report
 
 
-def _outcome(said: bytes | None, token: str, status: int) -> Outcome:
-    if said is None or status == -signal.SIGXCPU:
+def _outcome(report: bytes | None, token: str, status: int) -> Outcome:
+    if report is None or status == -signal.SIGXCPU:
         return Outcome(False, "timed out")
-    if said == token.encode():
+    if report == token.encode():
         return Outcome(True, "passed")
-    if said:
-        return Outcome(False, said[:_LONGEST].decode("utf-8", "replace"))
+    if report:
+        return Outcome(False, report[:_LONGEST].decode("utf-8", "replace"))
     if status < 0:
         return Outcome(False, f"killed: {signal.Signals(-status).name}")
     return Outcome(False, "exited early")
 
 
 def _delete(folder: str) -> None:
-    """Delete a folder however deep it is and whatever permissions it was left with.
+    """Delete a folder of any depth and with any permissions.
 
-    Folders inside are emptied into the top one: no path grows long, and nothing recurses.
+    Folders inside are emptied into the top one, so that no path grows long and nothing recurses.
     """
     while entries := list(os.scandir(folder)):
         for entry in entries:
@@ -195,14 +200,14 @@ def _delete(folder: str) -> None:
             Path(entry.path).chmod(stat.S_IRWXU)
             for inner in list(os.scandir(entry.path)):
                 if inner.is_dir(follow_symlinks=False):
-                    Path(inner.path).chmod(stat.S_IRWXU)  # a folder that moves is written to
+                    Path(inner.path).chmod(stat.S_IRWXU)  # needed to move a folder
                 Path(inner.path).rename(Path(folder, secrets.token_hex(8)))
             Path(entry.path).rmdir()
     Path(folder).rmdir()
 
 
 def _system_call_filter() -> bytes:
-    """A BPF program that answers EPERM to the refused system calls; empty if none fits."""
+    """Return a BPF program that answers EPERM to the refused calls; empty on other machines."""
     if sys.platform != "linux" or platform.machine() not in _MACHINES:
         return b""
     column, architecture = _MACHINES[platform.machine()]
@@ -210,11 +215,11 @@ def _system_call_filter() -> bytes:
     refused = [int(number) for number in words[1 + column :: 3] if number != "-"]
     load, equal, at_least, give = 0x20, 0x15, 0x35, 0x06
     steps = [
-        (load, 0, 0, 4),  # the architecture: another one numbers its calls otherwise
+        (load, 0, 0, 4),  # the architecture: others have other numbers
         (equal, 1, 0, architecture),
         (give, 0, 0, 0x80000000),  # kill
         (load, 0, 0, 0),  # the call's number
-        (at_least, len(refused) + 1, 0, 0x40000000),  # x32: the same calls by other numbers
+        (at_least, len(refused) + 1, 0, 0x40000000),  # x32: the same calls under other numbers
         *((equal, len(refused) - place, 0, number) for place, number in enumerate(refused)),
         (give, 0, 0, 0x7FFF0000),  # allow
         (give, 0, 0, 0x00050001),  # fail with EPERM

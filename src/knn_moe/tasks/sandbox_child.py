@@ -1,8 +1,7 @@
-"""The part of the sandbox that runs in the program's own process: it shuts every door, runs the
-program, and says how it ended.
+"""The part of the sandbox that runs in the program's process: confine, run, report.
 
-Functions named `_child…` and `_guard…` are taken there as source text. They use no name of this
-file but what `CHILD` and `GUARDS` put together.
+Functions named `_child…` and `_guard…` are sent there as source text. They may only use the names
+of this file that `CHILD` and `GUARDS` contain.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _WRITES: Final = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 def _child() -> None:
-    """The child's whole life: shut every door, run the program, say how it ended."""
+    """Confine this process, run the program, and report how it ended."""
     with open(0, "rb", closefd=False) as stream:
         plan = json.load(stream)
     null = os.open(os.devnull, os.O_RDWR)
@@ -81,17 +80,17 @@ def _child_limit(plan: dict[str, Any]) -> None:
             kind = getattr(resource, name)
             hard = resource.getrlimit(kind)[1]
             value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-            # The softer limit's signal tells why; the hard one's is a plain kill.
+            # The signal of the soft limit names the reason; that of the hard one is a plain kill.
             top = value + 1 if name == "RLIMIT_CPU" and value != hard else value
             resource.setrlimit(kind, (value, top))
 
 
 def _child_drop_user(user: int | None) -> list[str]:
-    """Become `user` if there is one. Returns the standard library's folders."""
+    """Become `user` if there is one, and return the folders of the standard library."""
     library = [path for path in sys.path if os.access(path, os.X_OK)]
     if user is None:
         return library
-    # The library may lie where `user` cannot go, such as root's home: keep its folders open.
+    # The library may be where `user` has no access, such as root's home: keep its folders open.
     flags = os.O_PATH | os.O_DIRECTORY
     opened = {path: f"/proc/self/fd/{os.open(path, flags)}" for path in library}
     with suppress(OSError):
@@ -124,7 +123,7 @@ def _child_ask_kernel(plan: dict[str, Any], readable: list[str]) -> None:
 
 
 def _child_landlock(call: Callable[..., int], folder: str, readable: list[str]) -> None:
-    """Close every file but those of the folder, the library and the system's own libraries."""
+    """Refuse all files but those of the folder, the library and the system's libraries."""
     create_ruleset, add_rule, restrict_self = 444, 445, 446
     version = call(create_ruleset, 0, 0, 1)
     if version < 1:
@@ -133,14 +132,14 @@ def _child_landlock(call: Callable[..., int], folder: str, readable: list[str]) 
     size = 8 if version < 4 else 16 if version < 6 else 24
     # All rights to files, both to TCP, and signals and abstract sockets beyond this process.
     rules = call(create_ruleset, struct.pack("QQQ", everything, 3, 3)[:size], size, 0)
-    # Not even in its folder: to execute (0), to make devices, sockets, pipes or links (6, 9 to 12).
+    # Not even in its folder may it execute (0) or make devices, sockets, pipes or links (6, 9-12).
     rights = {folder: everything & ~0b1_1110_0100_0001, os.devnull: 0b110}
     system = ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache"]
     rights |= dict.fromkeys([*readable, *system, "/dev/urandom", "/dev/random"], 0b1100)
     for path, right in rights.items():
         with suppress(OSError):
             place = os.open(path, os.O_PATH)
-            for part in (right, right & 0b110):  # a file takes only a file's rights
+            for part in (right, right & 0b110):  # a file accepts only the rights of files
                 call(add_rule, rules, 1, struct.pack("=Qi", part, place), 0)
             os.close(place)
     call(restrict_self, rules, 0)
@@ -163,7 +162,7 @@ def _child_set_guards(plan: dict[str, Any], readable: list[str]) -> None:
 def _child_run(program: str) -> None:
     """Run the program as `__main__`.
 
-    This frame speaks last only if the program ended, so nothing here may catch an exception.
+    This frame reports the end only if the program reached it: nothing here may catch exceptions.
     """
     main = ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
@@ -180,15 +179,15 @@ def _child_describe(error: BaseException) -> bytes:
     name = type(error).__name__
     try:
         text = f"{name}: {error}" if str(error) else name
-    except BaseException:  # the program wrote the error's __str__
+    except BaseException:  # the program may define the __str__ of its errors
         text = name
     return text[:500].encode("utf-8", "backslashreplace")
 
 
 def _guard_end(folder: str, report: int, token: bytes) -> None:
-    """Hook: end the process at the first offence; send the token when the runner's frame asks.
+    """Add a hook that ends the process at the first offence, and sends the token at the end.
 
-    It never raises, for a traceback would show the token. It calls nothing of the program's.
+    It never raises, because a traceback would show the token, and calls no code of the program.
     """
     write, leave, caller = os.write, os._exit, sys._getframe
     offence = _guard_offences(folder)
@@ -211,7 +210,7 @@ def _guard_end(folder: str, report: int, token: bytes) -> None:
 
 
 def _guard_reads(folder: str, readable: list[str]) -> None:
-    """Hook: refuse to read elsewhere. An error and no end: the library itself looks around."""
+    """Add a hook that refuses to read elsewhere, with an error: the library itself tries to."""
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         writes = event == "open" and type(args[2]) is int and args[2] & _WRITES
@@ -224,7 +223,7 @@ def _guard_reads(folder: str, readable: list[str]) -> None:
 
 
 def _guard_path(path: object, folder: str) -> str | None:
-    """The absolute path, its dots folded; None for what is no plain text."""
+    """Return the absolute path without dots, or None for anything but plain text."""
     if type(path) is bytes:
         path = path.decode("latin-1")
     if type(path) is not str:
@@ -239,7 +238,7 @@ def _guard_path(path: object, folder: str) -> str | None:
 
 
 def _guard_offences(folder: str) -> Callable[[str, tuple[Any, ...]], str | None]:
-    """A judge of audit events: it names what no benchmark program has a reason to do."""
+    """Return a function that names the offence of an audit event, or None."""
     closed, changes = tuple(_CLOSED.split()), _CHANGES.split()
     imports, new = _IMPORTS.split(), itertools.count(1)
 
@@ -248,7 +247,7 @@ def _guard_offences(folder: str) -> Callable[[str, tuple[Any, ...]], str | None]
         return absolute is not None and f"{absolute}/".startswith(f"{folder}/")
 
     def opened(path: object, flags: object) -> str | None:
-        # Another type's methods would be the program's own.
+        # The methods of another type could be code of the program.
         if type(path) not in (str, bytes, int) or type(flags) is not int:
             return "open by no plain path"
         if type(path) is int or not flags & _WRITES or _guard_path(path, folder) == "/dev/null":
@@ -267,7 +266,7 @@ def _guard_offences(folder: str) -> Callable[[str, tuple[Any, ...]], str | None]
         if event == "open":
             return opened(args[0], args[2])
         if event == "os.chdir" and _guard_path(args[0], folder) != folder:
-            return event  # a path relative to another folder would be misread here
+            return event  # paths are taken as relative to `folder` here
         if event in changes and not all(map(inside, args[: 1 + (event == "os.rename")])):
             return f"{event} {_guard_path(args[0], folder)}"
         return "so many files" if event == "os.mkdir" and next(new) > _MOST_FILES else None
@@ -276,7 +275,7 @@ def _guard_offences(folder: str) -> Callable[[str, tuple[Any, ...]], str | None]
 
 
 def _source(start: str) -> str:
-    """The functions of this file whose names start so, as text for another interpreter."""
+    """Return the source of the functions of this file whose names start with `start`."""
     named = [value for name, value in globals().items() if name.startswith(start)]
     return "\n".join(map(inspect.getsource, filter(inspect.isfunction, named)))
 

