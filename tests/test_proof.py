@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from knn_moe.recall.recall import LayerRecall, Widths
 from transformers import (
     GptOssConfig,
     GptOssForCausalLM,
@@ -17,7 +18,6 @@ from transformers import (
 from helpers.slow_reference import ReferenceLayer, build_reference, run_reference
 from knn_moe import BuildConfig, RoutingConfig, RoutingMemory, attach, build_memory, find_routers
 from knn_moe.equations.mixing import propose_logits
-from knn_moe.recall.recall import LayerRecall, Widths
 from knn_moe.routers.intercept import RouterHook
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}

@@ -1,4 +1,4 @@
-"""Settings, as frozen values that check themselves, and the presets.
+"""Configs: frozen values that check themselves, and the presets.
 
 Knows the ranges and the paper's defaults. Knows nothing of models, tensors or files.
 """
@@ -11,12 +11,14 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from knn_moe.errors import ConfigError
+from knn_moe.support.registry import unknown_name
 
 SIMILARITIES: Final = ("rbf", "rbf-unit", "cosine")
 GRADIENTS: Final = ("sparse", "dense")
 TOKENS: Final = ("all", "completion")
 ENTROPY, CONFIDENCE = "entropy", "confidence"
 GATES: Final = (ENTROPY, CONFIDENCE)
+INDEXES: Final = ("exact", "faiss-flat", "ivfpq", "fast")
 
 PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
     # §5.1 "Implementation Details": S = 1, η = 2e-2, K = 1, RBF kernel.
@@ -24,92 +26,89 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
         "build": {"steps": 1, "learning_rate": 2e-2, "gradient": "sparse"},
         "routing": {"k": 1, "similarity": "rbf"},
     },
-    # Chosen on trained models and text they had not seen: docs/method.md, "The strong preset".
+    # Chosen on small trained models and text they had not seen: docs/method.md.
     "strong": {
         "build": {"steps": 5, "learning_rate": 2.0, "gradient": "dense"},
         "routing": {"k": 16, "similarity": "rbf", "gamma_scale": 1.5, "confidence_scale": 0.2},
     },
 }
 
-INDEXES: Final = ("exact", "faiss-flat", "ivfpq", "fast")
-DIMS_STEP: Final = 64  # of `fast`: what its kernels read at a time
-_PROBES: Final = {"ivfpq": 32, "fast": 16}  # the paper's; as many as recall asks for
+DIMS_STEP: Final = 64  # the kernels of `fast` read this many dimensions at a time
+_PROBES: Final = {"ivfpq": 32, "fast": 16}  # the paper's; as many as a recall of 0.95 needs
 _BY_KIND: Any = None
 _FROM_PRESET: Any = None
-_SMALLEST, _LARGEST = 1.2e-38, 3.4e38  # normal numbers of fp32
+_SMALLEST, _LARGEST = 1.2e-38, 3.4e38  # normal fp32 numbers
 
 
 @dataclass(frozen=True, kw_only=True)
 class IndexConfig:
-    """How a layer's nearest keys are found. What a kind has no use for, it passes over."""
+    """How the nearest keys of a layer are found. A kind ignores the fields it has no use for."""
 
     kind: str = "exact"  # one of INDEXES
     probes: int = _BY_KIND  # ivfpq, fast: lists of the partition that are searched
     dims: int | None = None  # ivfpq, fast: width after projection. None: the kind's own rule
     bits: int = 4  # fast: of each number of a key, 4 or 8
     value_bits: int = 8  # fast: of each number of a value, 4 or 8
-    rerank: bool = False  # ivfpq, fast: keep the keys; true distances order the candidates
+    rerank: bool = False  # ivfpq, fast: keep the keys and order candidates by true distances
 
     def __post_init__(self) -> None:
-        if self.kind not in INDEXES:
-            raise ConfigError(f"Unknown index {self.kind!r}. Available: {', '.join(INDEXES)}.")
+        _check_name("index", self.kind, INDEXES)
         if self.probes is _BY_KIND:
             object.__setattr__(self, "probes", _PROBES.get(self.kind, 1))
-        if not isinstance(self.probes, int) or self.probes < 1:
-            raise ConfigError(f"probes must be a whole number of at least 1, got {self.probes}.")
-        if self.dims is not None and (not isinstance(self.dims, int) or self.dims < 1):
-            raise ConfigError(f"dims must be a whole number of at least 1, got {self.dims}.")
-        if self.kind == "fast" and self.dims is not None and self.dims % DIMS_STEP:
-            raise ConfigError(f"dims of fast must be a multiple of {DIMS_STEP}, got {self.dims}.")
+        _check_count("probes", self.probes, 1)
+        if self.dims is not None:
+            _check_count("dims", self.dims, 1)
+            if self.kind == "fast" and self.dims % DIMS_STEP:
+                raise ConfigError(
+                    f"dims of fast must be a multiple of {DIMS_STEP}, got {self.dims}."
+                )
         for name in ("bits", "value_bits"):
             if getattr(self, name) not in (4, 8):
                 raise ConfigError(f"{name} must be 4 or 8, got {getattr(self, name)}.")
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON takes them."""
         return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuildConfig:
-    """How a memory is built (§4.1). What is left out comes from the preset.
+    """How a memory is built (§4.1). Fields that are left out come from the preset.
 
     A preset also names the routing the memory is meant for; `attach` uses that by default.
     """
 
     preset: str = "paper"
     steps: int = _FROM_PRESET  # S, gradient-descent steps
-    learning_rate: float = _FROM_PRESET  # η
+    learning_rate: float = _FROM_PRESET  # η, the step size
     gradient: str = _FROM_PRESET  # "sparse": through the chosen experts; "dense": through all
     tokens: str = "all"  # "completion": only the tokens that predict a completion
     max_length: int = 2048  # longer texts are cut into windows of this many tokens
     batch_tokens: int = 8192  # tokens, padding included, in one forward pass
 
     def __post_init__(self) -> None:
-        if self.preset not in PRESETS:
-            raise ConfigError(_unknown("preset", self.preset, tuple(PRESETS)))
+        _check_name("preset", self.preset, PRESETS)
         for name, value in PRESETS[self.preset]["build"].items():
             if getattr(self, name) is _FROM_PRESET:
                 object.__setattr__(self, name, value)
-        if self.gradient not in GRADIENTS:
-            raise ConfigError(_unknown("gradient", self.gradient, GRADIENTS))
-        if self.tokens not in TOKENS:
-            raise ConfigError(_unknown("tokens", self.tokens, TOKENS))
+        _check_name("gradient", self.gradient, GRADIENTS)
+        _check_name("tokens", self.tokens, TOKENS)
         for name, least in (("steps", 0), ("max_length", 2), ("batch_tokens", 1)):
             _check_count(name, getattr(self, name), least)
-        if not 0 < self.learning_rate < float("inf"):
-            raise ConfigError(f"learning_rate must be positive, got {self.learning_rate}.")
+        _check_rate("learning_rate", self.learning_rate)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON takes them."""
         return asdict(self)
 
     def routing(self) -> RoutingConfig:
-        """The routing this memory is meant for."""
+        """Return the routing that the preset names."""
         return RoutingConfig(**PRESETS[self.preset]["routing"])
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerRouting:
-    """One layer's own kernels, where it has its own: fields as RoutingConfig's."""
+    """The widths and the confidence factor of one layer, in place of those for all layers."""
 
     layer: int
     gamma_scale: float = 1.0
@@ -118,16 +117,19 @@ class LayerRouting:
 
     def __post_init__(self) -> None:
         _check_count("layer", self.layer, 0)
-        _check_kernel(self)
+        _check_widths(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig:
-    """A memory's head (head.py): what followed its nearest cases, mixed into the model's logits."""
+    """The language-model head of a memory: the tokens that followed its nearest cases are mixed
+    into the model's next-token probabilities."""
 
-    k: int = 64  # cases that say what followed
-    weight: float = 0.3  # of what they say; the model's own has the rest
-    gamma_scale: float = 3.0  # of the last layer's γ: exp(-γ · gamma_scale · d²) each
+    k: int = 64  # cases whose next tokens are mixed in
+    weight: float = 0.3  # their share of the probability
+    gamma_scale: float = (
+        3.0  # each case weighs exp(-γ · gamma_scale · d²), γ being the last layer's
+    )
 
     def __post_init__(self) -> None:
         _check_count("head's k", self.k, 1)
@@ -142,8 +144,8 @@ class HeadConfig:
 class RoutingConfig:
     """How a memory is used (§4.2).
 
-    The paper weighs neighbours and takes λ by one kernel. Here each may have its own width, and λ
-    a factor, for all layers or for each (`per_layer`, which `calibrate` fits).
+    The paper weighs neighbours and takes λ by one kernel width γ. Here each may have its own
+    width, and λ a factor, for all layers or for each of them (`per_layer`, which `calibrate` fits).
     """
 
     k: int = 1  # K, neighbours recalled per router input
@@ -151,94 +153,115 @@ class RoutingConfig:
     gamma: float | None = None  # None: per layer, from the memory's own distances
     gamma_scale: float = 1.0  # widens (< 1) or narrows (> 1) the kernel
     confidence_scale: float | None = None  # the same where λ is taken; None: gamma_scale
-    confidence_factor: float = 1.0  # λ's factor; 0: the router alone
-    per_layer: tuple[LayerRouting, ...] = ()  # of these layers, instead of the three above
+    confidence_factor: float = 1.0  # multiplies λ; 0: the router alone
+    per_layer: tuple[LayerRouting, ...] = ()  # replaces the three fields above for these layers
     layers: tuple[int, ...] | None = None  # None: every layer the memory has
     stats: bool = True  # count tokens whose experts changed, for `stats()`
-    # Or a kind of index, by name. None: exact, or the index of a compressed memory.
+    # A config, or a kind of index by name. None: exact, or the index of a compressed memory.
     index: IndexConfig | None = None
-    # Leave tokens to the router alone, those it is sure of ("entropy") or those unlike what is
-    # remembered ("confidence"): see gate.py. None: no token.
+    # Leave tokens to the router alone: those it is sure of ("entropy"), or those unlike what is
+    # remembered ("confidence"). None: leave no token.
     gate: str | None = None
-    gate_share: float = 1 / 3  # of the memory's cases, by their entropy; or λ itself, at most
-    # Also tell the next token, from what followed the nearest cases. None: route only.
-    head: HeadConfig | None = None
-    # A control (controls.py): K cases drawn at random, by this seed, stand in for the K nearest.
-    drawn: int | None = None
+    gate_share: float = 1 / 3  # entropy: the share of cases below the threshold; confidence: λ
+    head: HeadConfig | None = None  # also mix in next tokens. None: route only
 
     def __post_init__(self) -> None:
         _check_count("k", self.k, 1)
-        index: object = self.index
-        if isinstance(index, str):
-            object.__setattr__(self, "index", IndexConfig(kind=index))
-        elif isinstance(index, Mapping):
-            object.__setattr__(self, "index", IndexConfig(**index))
-        elif not isinstance(index, IndexConfig | None):
-            raise ConfigError(f"index must be an IndexConfig or its kind, got {index!r}.")
-        head: object = self.head
-        if isinstance(head, Mapping):
-            object.__setattr__(self, "head", HeadConfig(**head))
-        elif not isinstance(head, HeadConfig | None):
-            raise ConfigError(f"head must be a HeadConfig, got {head!r}.")
-        if self.similarity not in SIMILARITIES:
-            raise ConfigError(_unknown("similarity", self.similarity, SIMILARITIES))
+        if isinstance(self.index, str):
+            object.__setattr__(self, "index", IndexConfig(kind=self.index))
+        self._read("index", IndexConfig)
+        self._read("head", HeadConfig)
+        _check_name("similarity", self.similarity, SIMILARITIES)
         _check_width("gamma", self.gamma)
-        _check_kernel(self)
-        object.__setattr__(self, "per_layer", _per_layer(self.per_layer))
-        if self.gate is not None and self.gate not in GATES:
-            raise ConfigError(_unknown("gate", self.gate, GATES))
+        _check_widths(self)
+        object.__setattr__(self, "per_layer", _read_layers(self.per_layer))
+        if self.gate is not None:
+            _check_name("gate", self.gate, GATES)
         if not 0 <= self.gate_share <= 1:
             raise ConfigError(f"gate_share must be from 0 to 1, got {self.gate_share}.")
-        if self.drawn is not None:
-            _check_count("drawn", self.drawn, 0)
         if self.layers is not None:
             layers = tuple(dict.fromkeys(self.layers)) if isinstance(self.layers, Iterable) else ()
             if not layers or not all(isinstance(layer, int) for layer in layers):
                 raise ConfigError(f"layers must name layers by number, got {self.layers!r}.")
             object.__setattr__(self, "layers", layers)
 
+    def _read(self, field: str, kind: type[IndexConfig | HeadConfig]) -> None:
+        """Accept a config as the mapping that JSON has of it."""
+        value: object = getattr(self, field)
+        if isinstance(value, Mapping):
+            object.__setattr__(self, field, kind(**value))
+        elif value is not None and not isinstance(value, kind):
+            raise ConfigError(f"{field} must be of type {kind.__name__}, got {value!r}.")
+
     def for_layer(self, layer: int) -> LayerRouting:
-        """Of a layer: its own, or the one for all."""
+        """Return the widths and the factor of `layer`: its own, or those for all layers."""
         for own in self.per_layer:
             if own.layer == layer:
                 return own
-        wide = self.gamma_scale if self.confidence_scale is None else self.confidence_scale
         return LayerRouting(
             layer=layer,
             gamma_scale=self.gamma_scale,
-            confidence_scale=wide,
+            confidence_scale=self.confidence_scale or self.gamma_scale,
             confidence_factor=self.confidence_factor,
         )
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON takes them."""
         return as_json(self)
 
 
+@dataclass(frozen=True, kw_only=True)
+class CalibrationConfig:
+    """How a memory is calibrated."""
+
+    neighbours: tuple[int, ...] = (8, 32)  # values of K to choose among
+    value_rates: tuple[float, ...] = (0.05, 0.1)  # learning rates for the values; empty: keep them
+    passes: int = 2  # over the examples, while values are trained
+    held_out: float = 0.15  # share of the examples to choose by, and as many again to judge by
+    fit_tokens: int = 262144  # read at most to fit
+    judge_tokens: int = 16384  # read at most to choose by, and as many again to judge by
+    # Steps of fitting widths, at most: no more than two passes, and half as many for the next K.
+    steps: int = 64
+    step_tokens: int = 8192  # tokens in a step, at most; fewer where there would be few steps
+    head: bool = False  # also choose a language-model head
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.neighbours or min(self.neighbours) < 1:
+            raise ConfigError(f"neighbours must be numbers from 1 on, got {self.neighbours}.")
+        for rate in self.value_rates:
+            _check_rate("value_rates", rate)
+        if not 0 < self.held_out < 0.5:
+            raise ConfigError(f"held_out must be between 0 and 0.5, got {self.held_out}.")
+        for name in ("passes", "fit_tokens", "judge_tokens", "steps", "step_tokens"):
+            _check_count(name, getattr(self, name), 1)
+
+
 def as_json(config: Any) -> dict[str, Any]:
-    """A dataclass as JSON gives it back: no tuple is left that a file would make a list."""
+    """Return a dataclass as JSON gives it back: with lists in place of tuples."""
     plain: dict[str, Any] = json.loads(json.dumps(asdict(config)))
     return plain
 
 
-def _per_layer(given: object) -> tuple[LayerRouting, ...]:
-    """Kernels, or what their fields are in JSON."""
-    kernels: list[LayerRouting] = []
+def _read_layers(given: object) -> tuple[LayerRouting, ...]:
+    """Accept LayerRoutings, or the mappings that JSON has of them."""
+    layers: list[LayerRouting] = []
     for each in given if isinstance(given, Iterable) else (given,):
-        kernel: object = LayerRouting(**each) if isinstance(each, Mapping) else each
-        if not isinstance(kernel, LayerRouting):
-            raise ConfigError(f"per_layer must be LayerRoutings, got {kernel!r}.")
-        kernels.append(kernel)
-    layers = [kernel.layer for kernel in kernels]
-    if len(set(layers)) < len(layers):
-        raise ConfigError(f"per_layer names a layer twice: {layers}.")
-    return tuple(kernels)
+        layer: object = LayerRouting(**each) if isinstance(each, Mapping) else each
+        if not isinstance(layer, LayerRouting):
+            raise ConfigError(f"per_layer must be LayerRoutings, got {layer!r}.")
+        layers.append(layer)
+    numbers = [layer.layer for layer in layers]
+    if len(set(numbers)) < len(numbers):
+        raise ConfigError(f"per_layer names a layer twice: {numbers}.")
+    return tuple(layers)
 
 
-def _check_kernel(kernel: LayerRouting | RoutingConfig) -> None:
-    _check_width("gamma_scale", kernel.gamma_scale)
-    _check_width("confidence_scale", kernel.confidence_scale)
-    if not 0 <= kernel.confidence_factor <= 1:
-        raise ConfigError(f"confidence_factor must be from 0 to 1, got {kernel.confidence_factor}.")
+def _check_widths(config: LayerRouting | RoutingConfig) -> None:
+    _check_width("gamma_scale", config.gamma_scale)
+    _check_width("confidence_scale", config.confidence_scale)
+    if not 0 <= config.confidence_factor <= 1:
+        raise ConfigError(f"confidence_factor must be from 0 to 1, got {config.confidence_factor}.")
 
 
 def _check_width(name: str, value: float | None) -> None:
@@ -246,10 +269,16 @@ def _check_width(name: str, value: float | None) -> None:
         raise ConfigError(f"{name} must be a positive fp32 number, got {value}.")
 
 
+def _check_rate(name: str, value: float) -> None:
+    if not 0 < value < float("inf"):
+        raise ConfigError(f"{name} must be positive, got {value}.")
+
+
 def _check_count(name: str, value: object, least: int) -> None:
     if not isinstance(value, int) or value < least:
         raise ConfigError(f"{name} must be a whole number of at least {least}, got {value}.")
 
 
-def _unknown(what: str, value: object, known: tuple[str, ...]) -> str:
-    return f"Unknown {what} {value!r}. Available: {', '.join(known)}."
+def _check_name(kind: str, value: object, known: Iterable[str]) -> None:
+    if value not in known:
+        raise ConfigError(unknown_name(kind, value, known))

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from knn_moe.adapt.calibrate.splits import own_reference, split
+from knn_moe.recall.recall import Widths
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from conftest import BUILD, encode, family, make_texts
@@ -23,7 +25,6 @@ from knn_moe import (
     find_routers,
 )
 from knn_moe.adapt import compress as compression
-from knn_moe.adapt.calibrate.config import CalibrationConfig
 from knn_moe.adapt.calibrate.fit import (
     Cases,
     Studied,
@@ -33,11 +34,10 @@ from knn_moe.adapt.calibrate.fit import (
 )
 from knn_moe.adapt.calibrate.judge import Baseline, judge
 from knn_moe.adapt.calibrate.result import Calibration
-from knn_moe.adapt.calibrate.splits import own_reference, split
 from knn_moe.adapt.calibrate.values import Learning, learn_values
 from knn_moe.adapt.calibrate.widths import WidthParameters
 from knn_moe.build.optimise import summed_loss
-from knn_moe.config import LayerRouting
+from knn_moe.config import CalibrationConfig, LayerRouting
 from knn_moe.errors import (
     CalibrationError,
     ConfigError,
@@ -46,7 +46,6 @@ from knn_moe.errors import (
 )
 from knn_moe.memory.compressed import CompressedLayer
 from knn_moe.memory.gamma import Gammas
-from knn_moe.recall.recall import Widths
 from knn_moe.reference.provenance import owners
 from knn_moe.routers.own_logits import compute_own_logits
 

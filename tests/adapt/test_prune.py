@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import Result
+from knn_moe.adapt.calibrate.splits import Slice, own_reference
+from knn_moe.adapt.prune.by_values import FittedRouter, worth_by_values
+from knn_moe.adapt.prune.recalled import Layer
+from knn_moe.recall.recall import layer_gammas, layer_widths
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -25,11 +29,8 @@ from knn_moe import (
     find_routers,
     prune,
 )
-from knn_moe.adapt.calibrate.splits import Slice, own_reference
 from knn_moe.adapt.prune.by_loss import worth_by_loss
-from knn_moe.adapt.prune.by_values import FittedRouter, worth_by_values
 from knn_moe.adapt.prune.prune import _sizes, best
-from knn_moe.adapt.prune.recalled import Layer
 from knn_moe.equations.similarity import SIMILARITIES
 from knn_moe.errors import (
     CalibrationError,
@@ -39,7 +40,6 @@ from knn_moe.errors import (
     PruningError,
 )
 from knn_moe.index import leave_one_out
-from knn_moe.recall.recall import layer_gammas, layer_widths
 from knn_moe.reference.provenance import owners
 from knn_moe.reference.windows import TokenBatch
 from knn_moe.routers.intercept import RouterHook

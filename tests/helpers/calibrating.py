@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from knn_moe.adapt.calibrate.splits import own_reference, split
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from conftest import BUILD, VOCABULARY, encode, family
@@ -17,14 +18,13 @@ from knn_moe import (
     calibrate,
     find_routers,
 )
-from knn_moe.adapt.calibrate.config import CalibrationConfig
 from knn_moe.adapt.calibrate.fit import (
     Cases,
     Studied,
     find_neighbours,
 )
 from knn_moe.adapt.calibrate.result import Calibration
-from knn_moe.adapt.calibrate.splits import own_reference, split
+from knn_moe.config import CalibrationConfig
 from knn_moe.reference.provenance import owners
 
 QUICK = CalibrationConfig(steps=48, step_tokens=64, neighbours=(1, 4), value_rates=(0.3,))

@@ -21,8 +21,9 @@ from knn_moe.bench.timing import quickest, wait
 from knn_moe.config import RoutingConfig
 from knn_moe.errors import ConfigError, MissingDependencyError
 from knn_moe.index import IndexConfig, build_index
-from knn_moe.memory.memory import LayerMemory
-from knn_moe.recall.recall import LayerRecall, Widths
+from knn_moe.memory.layers import LayerMemory
+from knn_moe.recall.layer import LayerRecall
+from knn_moe.recall.neighbours import Widths
 from knn_moe.support.progress import OnProgress, Progress, ignore_progress
 from knn_moe.support.registry import unknown_name
 
@@ -158,7 +159,7 @@ class _IndexedLayer:
 
 def _recall_of(layer: LayerMemory, index: IndexConfig, bench: SearchBench) -> LayerRecall:
     config = RoutingConfig(k=bench.k, index=index)
-    return LayerRecall(layer, Widths.single(layer.gamma), config, bench.device)
+    return LayerRecall(layer, Widths(layer.gamma, layer.gamma), config, bench.device)
 
 
 def _capture(work: Callable[[], None]) -> Callable[[], None]:

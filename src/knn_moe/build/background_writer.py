@@ -1,7 +1,7 @@
-"""Carry a batch's cases from the device to disk while the next batch is computed.
+"""Write a batch's cases to disk while the next batch is computed.
 
 Copies run on a stream of their own into pinned memory; threads write them. At most one batch is
-under way: handing over the next waits for it.
+under way: submitting the next waits for it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from knn_moe.build.optimise import LayerCases
+from knn_moe.reference.windows import Batch
 from knn_moe.errors import BuildError
+from knn_moe.build.optimise import OptimisedLayer
 from knn_moe.memory.writer import MemoryWriter
-from knn_moe.reference.windows import Rows
 
 
 class BackgroundWriter:
-    """A context manager: leaving it waits until everything is written."""
+    """Writes batches in the background. Leaving the context waits until all of them are written."""
 
     def __init__(self, writer: MemoryWriter, key_dtype: torch.dtype) -> None:
         self.writer = writer
@@ -33,18 +33,17 @@ class BackgroundWriter:
         self.copying: list[Tensor] = []
 
     def submit(
-        self, cases: Mapping[int, LayerCases], rows: Rows, on_written: Callable[[], None]
+        self, layers: Mapping[int, OptimisedLayer], batch: Batch, on_written: Callable[[], None]
     ) -> None:
-        """Write the kept rows of every layer, and then, at once, call `on_written`."""
+        """Write the kept rows of every layer, then call `on_written` at once."""
         self.wait()
         writes = []
-        for layer, case in cases.items():
-            parts = {
-                "keys": case.inputs.to(self.key_dtype),
-                "values": case.logits.float(),
+        for layer, found in layers.items():
+            parts = {"keys": found.inputs.to(self.key_dtype), "values": found.logits.float()}
+            hosts = {
+                name: self._to_host((layer, name), part, batch) for name, part in parts.items()
             }
-            hosts = {name: self._to_host((layer, name), part, rows) for name, part in parts.items()}
-            writes.append(self.pool.submit(self._write, layer, hosts, rows))
+            writes.append(self.pool.submit(self._write, layer, hosts, batch))
 
         def finish() -> None:  # begins after the writes have: the pool is first in, first out
             for write in writes:
@@ -54,13 +53,14 @@ class BackgroundWriter:
         self.pending = self.pool.submit(finish)
 
     def wait(self) -> None:
+        """Wait until the last batch is written."""
         pending, self.pending = self.pending, None
         if pending is not None:
             pending.result()
         self.copying = []
 
     def _write(
-        self, layer: int, hosts: Mapping[str, tuple[Tensor, torch.cuda.Event | None]], rows: Rows
+        self, layer: int, hosts: Mapping[str, tuple[Tensor, torch.cuda.Event | None]], batch: Batch
     ) -> None:
         for name, (host, copied) in hosts.items():
             if copied is not None:
@@ -70,14 +70,14 @@ class BackgroundWriter:
                     f"Layer {layer}'s optimised logits are not finite. Lower the learning rate, or "
                     f"load the model in a wider precision."
                 )
-            self.writer.write(layer, name, host, rows.spans)
+            self.writer.write(layer, name, host, batch.spans)
 
     def _to_host(
-        self, place: tuple[int, str], tensor: Tensor, rows: Rows
+        self, place: tuple[int, str], tensor: Tensor, batch: Batch
     ) -> tuple[Tensor, torch.cuda.Event | None]:
-        """The kept rows on the CPU, and the event after which they are there (None: already)."""
-        if rows.kept is not None:
-            tensor = tensor[rows.kept.to(tensor.device, non_blocking=True)]
+        """Return the kept rows on the CPU, and the event after which they are there (None: now)."""
+        if batch.kept_places is not None:
+            tensor = tensor[batch.kept_places.to(tensor.device, non_blocking=True)]
         if not tensor.is_cuda:
             return tensor, None
         host = self._buffer(place, tensor)
@@ -91,7 +91,7 @@ class BackgroundWriter:
         return host, copied
 
     def _buffer(self, place: tuple[int, str], like: Tensor) -> Tensor:
-        """Pinned memory for a tensor; free again, since the last batch has been written."""
+        """Return pinned memory for a tensor. It is free, since the last batch has been written."""
         buffer = self.buffers.get(place)
         if buffer is None or len(buffer) < len(like):
             buffer = torch.empty(like.shape, dtype=like.dtype, pin_memory=True)

@@ -1,6 +1,6 @@
-"""The folder a build works in, from which a killed build goes on.
+"""The folder a build works in, from which a killed build is resumed.
 
-NAME.partial/plan.json      all that decides the result: compared before going on
+NAME.partial/plan.json      all that decides the result: compared before a build is resumed
 NAME.partial/journal.txt    the number of each batch whose rows are on disk, a line each
 NAME.partial/memory/        the memory so far; renamed to NAME when it is whole
 """
@@ -19,16 +19,23 @@ import torch
 
 from knn_moe.errors import BuildError
 from knn_moe.memory.manifest import MemoryManifest
-from knn_moe.memory.writer import LayerShape, MemoryWriter
 from knn_moe.reference.provenance import Provenance
+from knn_moe.memory.gamma import estimate_gammas
+from knn_moe.memory.layers import LayerShape
+from knn_moe.memory.writer import MemoryWriter
 
 
 def partial_folder(target: Path) -> Path:
+    """Return the folder that a build of `target` works in."""
     return target.with_name(f"{target.name}.partial")
 
 
 class BuildCheckpoint:
-    """Opens the partial folder of `target`, fresh or left by a killed build of the same thing."""
+    """The partial folder of `target`: fresh, or left by a killed build of the same memory.
+
+    Raises:
+        BuildError: The folder is of another build, or the disk is too small.
+    """
 
     def __init__(
         self,
@@ -64,12 +71,15 @@ class BuildCheckpoint:
             raise
 
     def mark(self, batch: int) -> None:
-        """All rows of `batch` are in the files."""
+        """Record that all rows of `batch` are in the files."""
         with self.journal.open("a", encoding="utf8") as lines:
             lines.write(f"{batch}\n")
 
     def publish(self, manifest: MemoryManifest, device: torch.device) -> None:
-        self.writer.finish(manifest, self.target, device=device)
+        """Compute γ on `device`, seal the memory and remove the folder."""
+        with self.writer.checksums() as described:
+            gammas = estimate_gammas(self.writer.keys(), self.writer.provenance, device)
+            self.writer.publish(manifest, self.target, gammas, described=described)
         shutil.rmtree(self.root)
 
     def __enter__(self) -> BuildCheckpoint:
@@ -82,7 +92,7 @@ class BuildCheckpoint:
         trace: TracebackType | None,
     ) -> None:
         self.writer.close()
-        # An error before the first batch leaves nothing worth going on from.
+        # An error before the first batch leaves nothing to resume from.
         if kind is not None and self.root.exists() and not self.journal.stat().st_size:
             shutil.rmtree(self.root, ignore_errors=True)
 
@@ -105,7 +115,7 @@ def _read_plan(root: Path) -> Any:
 
 
 def _read_journal(path: Path) -> set[int]:
-    """The finished batches. A kill may leave half a line: it does not count, and is cut off."""
+    """Return the finished batches. A kill may leave half a line, which is cut off."""
     text = path.read_text(encoding="utf8")
     whole = text[: text.rfind("\n") + 1]
     path.write_text(whole, encoding="utf8")

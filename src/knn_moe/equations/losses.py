@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORED = -100  # a target that does not count
+IGNORED: Final = -100  # a target that does not count
+_NUMBERS: Final = 1 << 27  # logits that are held in fp32 at a time
 
 
 def next_token_losses(logits: Tensor, ids: Tensor, scored: Tensor | None = None) -> Tensor:
     """Return -log p(y_{t+1} | y_≤t) in fp32, 0 where a token does not count.
-
-    One sequence at a time: a batch of wide logits may not fit in fp32 beside itself.
 
     Shapes: logits [B, T, V]; ids [B, T]; scored [B, T] bool, whether the token after position t
     counts (None: all do). Result [B, T - 1], on the logits' device.
@@ -26,9 +27,14 @@ def next_token_losses(logits: Tensor, ids: Tensor, scored: Tensor | None = None)
 def target_losses(logits: Tensor, targets: Tensor) -> Tensor:
     """Return -log p(target) in fp32, 0 where the target is IGNORED.
 
+    Some sequences at a time: a whole batch of wide logits may not fit in fp32 beside itself.
+
     Shapes: logits [B, T, V]; targets [B, T]. Result [B, T], on the logits' device.
     """
     targets = targets.to(logits.device)
-    rows = zip(logits, targets, strict=True)
-    losses = [F.cross_entropy(row.float(), ids, reduction="none") for row, ids in rows]
-    return torch.stack(losses)
+    rows = max(1, _NUMBERS // max(logits[:1].numel(), 1))
+    losses = [
+        F.cross_entropy(part.flatten(0, 1).float(), ids.flatten(), reduction="none").view(ids.shape)
+        for part, ids in zip(logits.split(rows), targets.split(rows), strict=True)
+    ]
+    return torch.cat(losses)

@@ -20,12 +20,12 @@ def neighbour_weights(log_similarity: Tensor) -> Tensor:
     return torch.softmax(log_similarity.clamp(min=lowest), dim=-1)
 
 
-def propose_logits(values: Tensor, log_similarity: Tensor) -> Tensor:
-    """Return the memory's proposal r_mem = Σ_j s_j v_j / Σ_m s_m  (§4.2).
+def propose_logits(values: Tensor, weights: Tensor) -> Tensor:
+    """Return the memory's proposal r_mem = Σ_j w_j v_j, with w_j = s_j / Σ_m s_m  (§4.2).
 
-    Shapes: values [T, K, N]; log_similarity [T, K]. Result [T, N].
+    Shapes: values [T, K, N]; weights [T, K]. Result [T, N].
     """
-    return (neighbour_weights(log_similarity)[:, :, None] * values).sum(dim=1)
+    return (weights[:, :, None] * values).sum(dim=1)
 
 
 def confidence(log_similarity: Tensor) -> Tensor:

@@ -14,9 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from knn_moe.equations.mixing import neighbour_weights
 from knn_moe.errors import AttachError, ConfigError
-from knn_moe.recall.recall import RouterCall
+from knn_moe.recall.layer import RouterCall
 from knn_moe.routers.model_state import input_device
 
 
@@ -86,7 +85,7 @@ def trace(model: nn.Module, routing: Attached, input_ids: Tensor) -> dict[int, L
 
 def _layer_trace(call: RouterCall) -> LayerTrace:
     squared_distance, rows = call.recall.nearest(call.inputs)
-    weight = neighbour_weights(call.recall.log_similarity(squared_distance))
+    weight = call.recall.weights(squared_distance)
     return LayerTrace(
         rows=rows.cpu(),
         squared_distance=squared_distance.cpu(),

@@ -1,7 +1,7 @@
 """Put a memory on a model and take it off again.
 
 `attach` installs hooks and nothing else: no module is replaced, no weight or buffer is touched.
-Knows the model's structure through routers.py and intercept.py; the mathematics is recall.py's.
+Knows the model's structure through routers/; what is computed is recall/'s.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from knn_moe.explain.explain import Describer, explain_sequences, split_sequence
 from knn_moe.explain.explanation import Explanation
 from knn_moe.inference.gate import open_gate
 from knn_moe.inference.history import TokenHistory
-from knn_moe.inference.hooks import LayerStats, RecallHook, Rows, TokenMask
+from knn_moe.inference.hooks import LayerStats, RecallHook, RowSelection, TokenMask
 from knn_moe.inference.language_head import Head, install_heads, make_head
 from knn_moe.memory.memory import RoutingMemory
-from knn_moe.recall.recall import LayerRecall, RouterCall, layer_gammas, layer_widths
+from knn_moe.recall.layer import LayerRecall, RouterCall, layer_gamma
+from knn_moe.recall.neighbours import Widths
 from knn_moe.routers.find import Router, find_routers
 from knn_moe.routers.fingerprint import identify
 from knn_moe.routers.intercept import chooses_top_logits, find_hook
@@ -39,10 +40,21 @@ def attach(
     *,
     force: bool = False,
 ) -> Routing:
-    """Let every router of `model` lean on `memory` until the handle is detached.
+    """Let every router of `model` recall cases of `memory` until the handle is detached.
 
-    Use the handle as a context manager, or call its `detach()`. Without a config, the memory's
-    own is used. `force` attaches a memory that was built for another model of the same shape.
+    Args:
+        model: The model that the memory was built for.
+        memory: The memory.
+        config: How the memory is used. None: as the memory itself says (`memory.routing`).
+        force: Also attach a memory that was built for another model of the same shape.
+
+    Returns:
+        The handle: a context manager with `stats()`, `explain()` and `detach()`.
+
+    Raises:
+        AttachError: The model has a memory already, or this one does not fit on its device.
+        MemoryMismatchError: The memory belongs to another model.
+        ConfigError: The config asks for what the memory does not have.
     """
     config = config or memory.routing
     check_free(model)
@@ -50,73 +62,78 @@ def attach(
 
 
 def check_free(model: nn.Module) -> None:
-    """Refuse a model with a memory on it."""
+    """Raise AttachError if `model` has a memory on it."""
     for router in find_routers(model):
         if find_hook(router) is not None:
             raise AttachError(
                 f"{type(model).__name__} has a memory attached already (at {router.name!r}). "
-                f"Detach it first; merge() makes one memory of several, attach_all() puts several "
-                f"on."
+                f"Detach it first, merge the memories, or use attach_all() for several."
             )
 
 
 def routers_for(
     model: nn.Module, memory: RoutingMemory, config: RoutingConfig, *, force: bool
 ) -> list[Router]:
-    """The routers that a memory goes on, if it is used so; refused where it does not belong."""
-    if config.drawn is None and memory.routing.drawn is not None:
-        raise ConfigError(
-            "This memory is a control, used with cases drawn at random, and the config given would "
-            "recall the nearest: give it as dataclasses.replace(memory.routing, …)."
-        )
+    """Return the routers that a memory goes on when it is used as `config` says.
+
+    Raises:
+        MemoryMismatchError: The memory belongs to another model.
+    """
     if not force:
         check_belongs(model, memory)
-    return _choose(find_routers(model), memory, config)
+    return _choose_routers(find_routers(model), memory, config)
 
 
-def recall_hook(
+def make_recall_hook(
     router: Router,
     memory: RoutingMemory,
     config: RoutingConfig,
     mask: TokenMask,
-    rows: Rows | None = None,
+    selection: RowSelection | None = None,
 ) -> RecallHook:
-    """The hook of one layer's memory, on its router's device."""
-    device = router.device
-    gammas = layer_gammas(memory, router.layer, config, device)
-    kernel = layer_widths(gammas.joint, router.layer, config)
-    ratio = gammas.ratio(memory.provenance)
-    layer = memory.layers[router.layer]
+    """Make the hook that recalls one layer's memory, on its router's device."""
+    device, layer = router.device, memory.layers[router.layer]
+    gamma = layer_gamma(memory, router.layer, config, device)
     gate = open_gate(router, layer, config)
     kernels_count = config.stats and device.type == "cuda" and gate is None
     top = router.top_k if kernels_count and chooses_top_logits(router) else 0
     try:
-        recall = LayerRecall(layer, kernel, config, device, count_top=top, ratio=ratio)
+        recall = LayerRecall(
+            layer,
+            Widths.of(gamma, router.layer, config),
+            config,
+            device,
+            random_seed=memory.manifest.random_seed,
+            count_top=top,
+        )
     except torch.OutOfMemoryError:
         raise AttachError(
             f"The memory ({memory.nbytes / 1e9:,.1f} GB) does not fit on {device} beside the "
             f'model. Compress it (knn-moe compress), use RoutingConfig(index="fast"), or attach '
             f"fewer layers with RoutingConfig(layers=…)."
         ) from None
-    return RecallHook(router, recall, mask, count_changes=config.stats, gate=gate, rows=rows)
+    return RecallHook(
+        router, recall, mask, count_changes=config.stats, gate=gate, selection=selection
+    )
 
 
 class Handle:
-    """What is on a model: hooks, which `detach` takes off again."""
+    """The hooks that are on a model, until `detach` takes them off."""
 
     _mask: TokenMask
     _heads: list[Head]
     _handles: list[RemovableHandle]
 
     def recall_hooks(self) -> Iterable[RecallHook]:
-        """Of every router that is asked."""
+        """Return the recall hooks of all routers."""
         raise NotImplementedError
 
     def detach(self) -> None:
-        """Take it off. Does nothing the second time.
+        """Take the memory off. Does nothing the second time.
 
-        Raises if the model ran and a router was never asked, so that nobody mistakes a memory
-        without effect for one that did not help.
+        Raises:
+            RouterNotCalledError: The model ran and bypassed a router, so that the memory had no
+                effect there.
         """
         if not self._handles:
             return
@@ -133,9 +150,9 @@ class Handle:
         self._handles = []
 
     def _check_heads(self) -> None:
-        if any(head.hook.rows.asked and not head.ran for head in self._heads):
+        if any(head.hook.selection.used and not head.ran for head in self._heads):
             raise RouterNotCalledError(
-                "The model ran, and its logits never came to the memory's head: call the model "
+                "The model ran without calling the memory's language-model head. Call the model "
                 "itself, not its forward or its decoder alone, or leave out head=."
             )
 
@@ -144,9 +161,9 @@ class Handle:
         if missed:
             self._remove()
             raise RouterNotCalledError(
-                f"The model ran without calling {_names(missed)}, so the memory had no effect "
-                f"there and was taken off. A quantised or fused block may go around the router: "
-                f"load the model without it (for GPT-OSS: Mxfp4Config(dequantize=True))."
+                f"The model ran without calling {_join_names(missed)}, so the memory had no effect "
+                f"there and was detached. A quantised or fused block may bypass the router: load "
+                f"the model without it (GPT-OSS: Mxfp4Config(dequantize=True))."
             )
 
     def __enter__(self) -> Self:
@@ -165,7 +182,7 @@ class Handle:
 
 
 class Routing(Handle):
-    """The handle of an attached memory. Attached on creation; `detach` undoes it."""
+    """The handle of an attached memory. It attaches on creation; `detach` undoes that."""
 
     def __init__(
         self, model: nn.Module, memory: RoutingMemory, config: RoutingConfig, routers: list[Router]
@@ -176,7 +193,9 @@ class Routing(Handle):
         self._mask = TokenMask(model, routers)
         self._history = TokenHistory(self._mask)
         self._hooks = [
-            recall_hook(router, memory, config, self._mask) for router in routers if len(memory)
+            make_recall_hook(router, memory, config, self._mask)
+            for router in routers
+            if len(memory)
         ]
         self._heads = make_head(self._hooks, memory, config)
         forget_compiled_graphs()
@@ -188,7 +207,7 @@ class Routing(Handle):
         return self._hooks
 
     def stats(self) -> dict[int, LayerStats]:
-        """Per layer: calls, tokens, mean λ, and the share of tokens whose experts changed."""
+        """Return calls, tokens, mean λ and the share of tokens whose experts changed, by layer."""
         return {hook.router.layer: hook.stats() for hook in self._hooks}
 
     def explain(
@@ -199,28 +218,34 @@ class Routing(Handle):
         tokenizer: Any = None,
         last: int | None = None,
     ) -> Explanation:
-        """Per token and layer: the case recalled, its text, distance, λ, and the experts that came
-        in and went out, with what became of their logits.
+        """Explain what the memory does to each token in each layer: the case it recalls, with text,
+        distance and λ, and the experts that come in and go out.
 
-        Of token ids, of a text, or, without either, of what the model read last: the prompt and
-        what it generated, but for the very last token, which it never read. It is read once more,
-        each row by itself, uncompiled; `stats()` does not count that. Without a tokenizer texts
-        are numbers. `last`: only as many tokens, from the end.
-        Shapes: input_ids, attention_mask [T] or [B, T].
+        The text is read once more, each row by itself, uncompiled; `stats()` does not count that.
+
+        Args:
+            input_ids: Token ids [T] or [B, T], or a text. None: what the model read last, prompt
+                and generated tokens but the last one, which it never read.
+            attention_mask: Which of the ids are no padding; the same shape.
+            tokenizer: Turns tokens into text. None: they are shown as numbers.
+            last: Explain only this many tokens, from the end.
+
+        Raises:
+            NothingReadError: It is not known what the model read last.
         """
         if last is not None and last < 1:
             raise ConfigError(f"last must be at least 1, got {last}.")
         if input_ids is None:
-            sequences = self._history.sequences(_ends(self._model))
+            sequences = self._history.sequences(_end_tokens(self._model))
         else:
             if isinstance(input_ids, str):
                 input_ids = tokenize(input_ids, tokenizer)
             sequences = split_sequences(input_ids, attention_mask)
         as_found = replace(self.config, gamma=None)
         usual = {
-            hook.router.layer: layer_gammas(
+            hook.router.layer: layer_gamma(
                 self.memory, hook.router.layer, as_found, hook.router.device
-            ).joint
+            )
             for hook in self._hooks
         }
         describer = Describer(self.memory.provenance, usual, tokenizer)
@@ -229,7 +254,7 @@ class Routing(Handle):
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """While inside, what runs is neither counted nor remembered."""
+        """Neither count nor remember what runs inside."""
         counts = [self._mask.counts.sums, *(hook.counts.sums for hook in self._hooks)]
         before = [sums.clone() for sums in counts]
         self._history.paused = True
@@ -242,9 +267,9 @@ class Routing(Handle):
 
     @contextmanager
     def observed(self, observer: Callable[[RouterCall], None]) -> Iterator[None]:
-        """While inside, hand each router call to `observer`, after its experts are chosen."""
+        """Hand each router call inside to `observer`, after its experts are chosen."""
         if not self._handles:
-            raise AttachError("The memory is not attached any more: attach it again to observe it.")
+            raise AttachError("The memory is detached. Attach it again to observe it.")
         before = [hook.observer for hook in self._hooks]
         for hook in self._hooks:
             hook.observer = observer
@@ -260,19 +285,20 @@ class Routing(Handle):
 
 
 def check_belongs(model: nn.Module, memory: RoutingMemory) -> None:
-    """Refuse a memory that was built for another model."""
+    """Raise MemoryMismatchError if `memory` was built for another model."""
     identity = identify(model, find_routers(model))
     if identity.fingerprint != memory.base_model.fingerprint:
         raise MemoryMismatchError(
             f"This memory was built for {memory.base_model}, and the model is {identity}. "
-            f"Build one for this model, or, if you know they belong together, force it "
+            f"Build one for this model. If you know that they belong together, force it "
             f"(force=True, --force)."
         )
 
 
-def _choose(routers: list[Router], memory: RoutingMemory, config: RoutingConfig) -> list[Router]:
-    """The routers to attach to: those of the chosen layers, each fitting its layer's memory, but
-    for those whose memory is not trusted at all."""
+def _choose_routers(
+    routers: list[Router], memory: RoutingMemory, config: RoutingConfig
+) -> list[Router]:
+    """Return the routers of the chosen layers, except where the confidence factor is 0."""
     by_layer = {router.layer: router for router in routers}
     wanted = tuple(memory.layers) if config.layers is None else config.layers
     missing = [index for index in wanted if index not in memory.layers]
@@ -290,13 +316,13 @@ def _choose(routers: list[Router], memory: RoutingMemory, config: RoutingConfig)
     return [by_layer[index] for index in wanted if config.for_layer(index).confidence_factor > 0]
 
 
-def _ends(model: nn.Module) -> tuple[int, ...]:
-    """The tokens after which `generate` takes a sequence to be done."""
-    settings = getattr(unwrap(model), "generation_config", None)
-    ends = getattr(settings, "eos_token_id", None)
+def _end_tokens(model: nn.Module) -> tuple[int, ...]:
+    """Return the tokens that end a sequence in `generate`."""
+    generation = getattr(unwrap(model), "generation_config", None)
+    ends = getattr(generation, "eos_token_id", None)
     return tuple(ends) if isinstance(ends, list | tuple) else () if ends is None else (ends,)
 
 
-def _names(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     shown = ", ".join(repr(name) for name in names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more routers"

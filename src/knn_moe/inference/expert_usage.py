@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from knn_moe.equations.mixing import neighbour_weights
 from knn_moe.errors import AttachError, ConfigError, UnsupportedModelError
 from knn_moe.inference.attach import Routing
 from knn_moe.inference.hooks import TokenMask
-from knn_moe.recall.recall import RouterCall
+from knn_moe.recall.layer import RouterCall
 from knn_moe.routers.find import Router, find_routers
 from knn_moe.routers.intercept import ReplaceLogits, chosen_experts
 from knn_moe.routers.model_state import input_device
@@ -141,8 +140,8 @@ def similarity_share(model: nn.Module, routing: Routing, ids: Tensor) -> Similar
     layers: dict[int, float] = {}
 
     def keep(call: RouterCall) -> None:
-        squared_distance, _ = call.recall.nearest(call.inputs)
-        weight = neighbour_weights(call.recall.log_similarity(squared_distance))
+        near = call.recall.nearest(call.inputs)
+        weight = call.recall.weights(near.squared_distance)
         layers[call.layer] = float(weight[:, 0].mean(dtype=torch.float64))
 
     with routing.observed(keep), torch.compiler.set_stance("force_eager"):

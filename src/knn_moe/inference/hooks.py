@@ -1,4 +1,4 @@
-"""The hooks of an attached memory: mix at each router, know which tokens are padding, count.
+"""The hooks of an attached memory: mix at each router, find out which tokens are padding, count.
 
 Counts are tensors on the router's device: nothing waits for the device, and a compiled graph
 updates them like any buffer.
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from knn_moe.errors import ConfigError
 from knn_moe.inference.gate import Gate
-from knn_moe.recall.recall import UNITS, LayerRecall, RouterCall
+from knn_moe.recall.layer import UNITS, LayerRecall, RouterCall
 from knn_moe.routers.find import Router
 from knn_moe.routers.intercept import ReplaceLogits, RouterHook, chosen_experts
 
@@ -36,7 +36,7 @@ class Counts(nn.Module):
     """Running sums, as a buffer so that compilers treat it as static.
 
     Shape: sums [4] int64: calls, tokens, tokens whose experts changed, and the sum of λ in units
-    of 2⁻³². Whole numbers, so that kernels can add to them in any order (index/kernels.py).
+    of 2⁻³². Whole numbers, so that kernels can add to them in any order.
     """
 
     sums: Tensor
@@ -62,45 +62,42 @@ class Counts(nn.Module):
         self.sums[2] += (changed if real is None else changed & real).sum()
 
 
-class Rows:
-    """The rows of a batch that a memory is for: all of them, unless it is told."""
+class RowSelection:
+    """The rows of a batch that use a memory: all of them, unless `choose` says which."""
 
-    def __init__(self) -> None:
-        self.asked = True  # whether the model ever ran with some
-        self.nobody = False
+    def __init__(self, *, empty: bool = False) -> None:
+        self.empty = empty
+        self.used = not empty  # whether the model ever ran with a row that uses the memory
         self.chosen: Tensor | None = None  # [rows] bool; None: all
         self._on: dict[torch.device, Tensor] = {}
 
-    @classmethod
-    def none(cls) -> Rows:
-        rows = cls()
-        rows.asked, rows.nobody = False, True
-        return rows
-
     def choose(self, rows: Tensor) -> None:
-        """Shapes: rows [rows] bool."""
-        self.nobody = not bool(rows.any())
+        """Select rows. Shapes: rows [rows] bool."""
+        self.empty = not bool(rows.any())
         self.chosen = None if bool(rows.all()) else rows
         self._on = {}
 
-    def of(self, tokens: int, batch: int, device: torch.device) -> Tensor | None:
-        """[tokens] bool on `device`, row after row; None: all. Rows that `generate` repeats, for
-        beams or several answers, follow each other, as a row's tokens do."""
+    def tokens(self, count: int, batch: int, device: torch.device) -> Tensor | None:
+        """Tell which of `count` tokens are of selected rows, row after row; None: all are.
+
+        Rows that `generate` repeats, for beams or several answers, follow each other, as a row's
+        tokens do. Result [count] bool, on `device`.
+        """
         if self.chosen is None:
             return None
         rows = len(self.chosen)
-        if batch % rows or tokens % rows:
+        if batch % rows or count % rows:
             raise ConfigError(
-                f"A memory was chosen for each of {rows} rows, and the model reads {batch}: name "
-                f"one for each row of the batch."
+                f"Memories were chosen for {rows} rows, and the model reads {batch}. Name one for "
+                f"each row of the batch."
             )
         if device not in self._on:
             self._on[device] = self.chosen.to(device)
-        return self._on[device].repeat_interleave(tokens // rows)
+        return self._on[device].repeat_interleave(count // rows)
 
 
 class RecallHook(RouterHook):
-    """Mixes a layer's recalled logits into its router's, and counts what that did."""
+    """Mixes what a layer recalls into its router's logits, and counts what that changed."""
 
     def __init__(
         self,
@@ -110,37 +107,38 @@ class RecallHook(RouterHook):
         *,
         count_changes: bool,
         gate: Gate | None = None,
-        rows: Rows | None = None,
+        selection: RowSelection | None = None,
     ) -> None:
         super().__init__(router, self.mix)
         self.recall = recall
         self.gate = gate
-        self.rows = rows or Rows()
-        # Kernels would count what the gate then turns away.
+        self.selection = selection or RowSelection()
+        # Kernels would count tokens that the gate then leaves to the router.
         self.kernels_count = recall.counts and gate is None
         self.mask = mask
         self.count_changes = count_changes
         self.counts = Counts(recall.gamma.device)
         self.called = False
-        self.keeps_inputs = False  # for whoever takes them when the model is done
+        self.keeps_inputs = False  # for a head, which takes them when the model has run
         self.observer: Callable[[RouterCall], None] | None = None
 
     def mix(self, inputs: Tensor, logits: Tensor) -> Tensor:
-        if self.rows.nobody:
+        """Return the logits to use. Shapes: inputs [T, d]; logits [T, N] → [T, N]."""
+        if self.selection.empty:
             return logits
         if self.keeps_inputs:
             self.state.inputs = inputs.detach()
         real = self.mask.real(len(inputs), inputs.device)
-        mine = self.rows.of(len(inputs), self.mask.batch, inputs.device)
-        if mine is not None:
-            real = mine if real is None else mine & real
+        selected = self.selection.tokens(len(inputs), self.mask.batch, inputs.device)
+        if selected is not None:
+            real = selected if real is None else selected & real
         counts = self.counts.sums if self.kernels_count else None
         mixed, confidence = self.recall.forward(inputs, logits, counts, real)
         if self.gate is not None:
             mixed, confidence = self.gate.forward(logits, mixed, confidence)
-        if mine is not None:
-            mixed = torch.where(mine[:, None], mixed, logits)
-            confidence = confidence.masked_fill(~mine, 0.0)
+        if selected is not None:
+            mixed = torch.where(selected[:, None], mixed, logits)
+            confidence = confidence.masked_fill(~selected, 0.0)
         self.state.step = inputs, logits, mixed, confidence, real
         return mixed
 
@@ -153,7 +151,7 @@ class RecallHook(RouterHook):
     def count(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        """What the call came to, from what the router returned."""
+        """Count what the call changed, from what the router returned."""
         state = self.state
         step, state.step = state.step, None
         if step is None or output is None:
@@ -189,17 +187,18 @@ class RecallHook(RouterHook):
     def _unmixed(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], logits: Tensor
     ) -> Any:
-        """What the router would have returned on its own logits."""
+        """Return what the router would have returned on its own logits."""
         if module is not self.router.module:
             return None  # the whole block's forward: too much to run twice
         with torch.no_grad(), ReplaceLogits(self.router, lambda inputs, own: logits):
             return module.forward(*args, **kwargs)
 
     def was_called(self) -> bool:
-        """Or was not to be: a memory that no row was for does not ask its router."""
-        return self.called or not self.rows.asked or int(self.counts.sums[0]) > 0
+        """Whether the router was called, or no row used the memory."""
+        return self.called or not self.selection.used or int(self.counts.sums[0]) > 0
 
     def stats(self) -> LayerStats:
+        """Return the counts so far."""
         calls, tokens, changed, confidence = self.counts.sums.tolist()
         return LayerStats(
             calls=calls,
@@ -230,10 +229,10 @@ class HookStack(RouterHook):
 
 
 class TokenMask:
-    """Which of the tokens that routers see, flattened and without a mask, are not padding."""
+    """Tells which tokens are padding: routers see all of them, flattened and without a mask."""
 
     def __init__(self, model: nn.Module, routers: list[Router]) -> None:
-        self.stack = _stack_of(model, routers)
+        self.stack = _decoder_stack(model, routers)
         self.counts = Counts(routers[0].device if routers else torch.device("cpu"))
         self.ran_eagerly = False
         self.mask: Tensor | None = None
@@ -262,18 +261,19 @@ class TokenMask:
         ]
 
     def ran(self) -> bool:
+        """Whether the model has run."""
         return int(self.counts.sums[0]) > 0
 
     def real(self, tokens: int, device: torch.device) -> Tensor | None:
-        """[tokens] bool on `device`, or None where nothing is known of padding."""
+        """Return [tokens] bool on `device`; None where nothing is known of padding."""
         if self.mask is None or self.mask.numel() != tokens:
             return None
         # Contiguous: of one sequence's mask, a diagonal, flatten makes a strided view.
         return self.mask.flatten().to(device).contiguous()
 
 
-def _stack_of(model: nn.Module, routers: list[Router]) -> nn.Module:
-    """The innermost pretrained model around all routers: it is always called, with the mask."""
+def _decoder_stack(model: nn.Module, routers: list[Router]) -> nn.Module:
+    """Return the innermost pretrained model around all routers. It is called with the mask."""
     paths = [router.name.split(".") for router in routers]
     shared = 0
     while all(len(path) > shared for path in paths) and len({path[shared] for path in paths}) == 1:
@@ -286,13 +286,13 @@ def _stack_of(model: nn.Module, routers: list[Router]) -> nn.Module:
 
 
 def _tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """What is read in this step, [B, T] or [B, T, d]."""
+    """Return what is read in this step, [B, T] or [B, T, d]."""
     tokens: Tensor | None = kwargs.get("input_ids", args[0] if args else None)
     return kwargs.get("inputs_embeds") if tokens is None else tokens
 
 
 def _real_tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Real tokens of this step [B, T], from the forward's own arguments; None if all are."""
+    """Return the real tokens of this step [B, T], from the forward's arguments; None if all are."""
     tokens = _tokens(args, kwargs)
     mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
     if isinstance(mask, Mapping):

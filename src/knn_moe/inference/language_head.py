@@ -1,11 +1,11 @@
-"""A memory's head: its cases also know which token came next.
+"""The language-model head of a memory: its cases also know which token came next.
 
-A memory of router inputs has a kNN-LM in it. The inputs of the last layer it is attached to are
-keys of what followed them: they are recalled once more, more of them, and what followed is mixed
-into the logits the model gives (next_token.py). It takes the tokens a memory has anyway, and one
-more search. A loss the model computes itself, from labels, stays that of its own logits.
+A memory of router inputs contains a kNN-LM. The inputs of the last layer it is attached to are
+looked up once more, with a larger K, and the tokens that followed the cases found are mixed into the
+model's next-token probabilities (equations/next_token.py). That needs the tokens which a memory has
+anyway, and one more search. A loss that the model computes from labels stays that of its own logits.
 
-Knows hooks and logits; how cases are found is recall.py's.
+Knows hooks and logits; how cases are found is recall/'s.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ from knn_moe.equations.next_token import mix_next_token
 from knn_moe.errors import ConfigError, UnsupportedModelError
 from knn_moe.inference.hooks import RecallHook
 from knn_moe.memory.memory import RoutingMemory
-from knn_moe.recall.recall import layer_gammas
+from knn_moe.recall.layer import layer_gamma
 from knn_moe.routers.model_state import unwrap
 
 _NUMBERS: Final = 1 << 26  # that a search or a mixture holds at a time
 
 
 class Head(nn.Module):
-    """On the hook of a layer, for the rows that hook is for. A module only so that its tensors are
-    buffers, which compilers treat as static. Shapes: following [M] int64, -1 where nothing did."""
+    """The head on a layer's hook, for the rows that use the memory.
+
+    A module only so that its tensors are buffers, which compilers treat as static. Shapes:
+    following [M] int64, the token after each case, -1 where there is none.
+    """
 
     following: Tensor
 
@@ -47,26 +50,26 @@ class Head(nn.Module):
         hook.keeps_inputs = True
 
     def on_output(self, output: Any, kept: Any) -> None:
-        """Mix into the logits of `output`. `kept`: of which tokens there are any, as transformers'
-        `logits_to_keep` says it."""
+        """Mix next tokens into the logits of `output`. `kept` is transformers' `logits_to_keep`."""
         self.ran = True
-        if self.hook.rows.nobody:
+        if self.hook.selection.empty:
             return
         logits = getattr(output, "logits", None)
         if not isinstance(logits, Tensor):
             raise UnsupportedModelError(
-                f"The model returned {type(output).__name__} without logits, into which a memory's "
-                f"head is to mix: call it with return_dict=True, or leave out head=."
+                f"The model returned {type(output).__name__} without logits, which the memory's "
+                f"head needs. Call it with return_dict=True, or leave out head=."
             )
         inputs = self._inputs(logits, kept)
         mixed = self.mix(inputs.flatten(0, 1), logits.flatten(0, 1)).view(logits.shape)
-        mine = self.hook.rows.of(logits.shape[:2].numel(), len(logits), logits.device)
-        if mine is not None:
-            mixed = torch.where(mine.view(*logits.shape[:2], 1), mixed, logits.to(mixed.dtype))
+        count = logits.shape[:2].numel()
+        selected = self.hook.selection.tokens(count, len(logits), logits.device)
+        if selected is not None:
+            mixed = torch.where(selected.view(*logits.shape[:2], 1), mixed, logits.to(mixed.dtype))
         output.logits = mixed
 
     def mix(self, inputs: Tensor, logits: Tensor) -> Tensor:
-        """Log-probabilities. Shapes: inputs [T, d]; logits [T, V] → [T, V] fp32."""
+        """Return log-probabilities. Shapes: inputs [T, d]; logits [T, V] → [T, V] fp32."""
         at_once = max(1, _NUMBERS // max(logits.shape[-1], self.k * inputs.shape[-1]))
         if len(logits) <= at_once:
             return self._mix(inputs, logits)
@@ -83,7 +86,7 @@ class Head(nn.Module):
         return mix_next_token(logits, distance, tokens, self.config.weight, self.temperature)
 
     def _inputs(self, logits: Tensor, kept: Any) -> Tensor:
-        """Those of the tokens that have logits. Shapes: logits [B, T, V] → [B, T, d]."""
+        """Return the router inputs of the tokens that have logits. Result [B, T, d]."""
         read = self.hook.take_inputs()
         batch = logits.shape[0]
         if read is not None and logits.ndim == 3 and not len(read) % batch:
@@ -96,29 +99,33 @@ class Head(nn.Module):
                 return inputs
         shown = "nothing" if read is None else list(read.shape)
         raise UnsupportedModelError(
-            f"The model gave logits {list(logits.shape)}, and router {self.hook.router.name!r} had "
-            f"read {shown}: which inputs belong to which logits cannot be told. Leave out head=."
+            f"The model gave logits {list(logits.shape)}, and router {self.hook.router.name!r} read "
+            f"{shown}, so they cannot be matched. Leave out head=."
         )
 
 
 def make_head(
     hooks: Sequence[RecallHook], memory: RoutingMemory, config: RoutingConfig
 ) -> list[Head]:
-    """Of the last layer that is asked; none where the config has none, or nothing to mix in."""
+    """Make the head of the last attached layer; an empty list if the config has none.
+
+    Raises:
+        ConfigError: No layer is attached that a head could recall from.
+    """
     if config.head is None or config.head.weight == 0 or not len(memory):
         return []
     if not hooks:
         raise ConfigError(
-            "A head recalls the cases of the last layer that is trusted, and this routing trusts "
-            "none: give a layer some confidence_factor, or leave out head=."
+            "A head recalls cases of the last attached layer, and every confidence_factor is 0. "
+            "Raise one, or leave out head=."
         )
     hook = max(hooks, key=lambda each: each.router.layer)
-    gamma = layer_gammas(memory, hook.router.layer, config, hook.router.device).joint
+    gamma = layer_gamma(memory, hook.router.layer, config, hook.router.device)
     return [Head(hook, memory.provenance.following, gamma, config.head)]
 
 
 def install_heads(model: nn.Module, heads: Sequence[Head]) -> list[RemovableHandle]:
-    """One after the other, when the model has run."""
+    """Run the heads, one after the other, when the model has run."""
     if not heads:
         return []
 

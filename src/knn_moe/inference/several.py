@@ -6,7 +6,7 @@
         with routing.using(["law", None, "medicine"]):  # three rows; None: the model alone
             model.generate(**batch)
 
-Each has its own γ, kernels, index and layers. A row is routed by its own memory and by no other, or
+Each has its own γ, widths, index and layers. A row is routed by its own memory and by no other, or
 by the model alone. Knows handles and hooks; nothing of how a memory works.
 """
 
@@ -21,12 +21,13 @@ from torch.utils.hooks import RemovableHandle
 
 from knn_moe.config import RoutingConfig
 from knn_moe.errors import AttachError, ConfigError
-from knn_moe.inference.attach import Handle, check_free, recall_hook, routers_for
-from knn_moe.inference.hooks import HookStack, LayerStats, RecallHook, Rows, TokenMask
+from knn_moe.inference.attach import Handle, check_free, make_recall_hook, routers_for
+from knn_moe.inference.hooks import HookStack, LayerStats, RecallHook, RowSelection, TokenMask
 from knn_moe.inference.language_head import Head, install_heads, make_head
 from knn_moe.memory.memory import RoutingMemory
 from knn_moe.routers.find import find_routers
 from knn_moe.routers.model_state import forget_compiled_graphs
+from knn_moe.support.registry import unknown_name
 
 
 def attach_all(
@@ -38,21 +39,30 @@ def attach_all(
 ) -> Memories:
     """Put several memories on `model`, by name; none is used until `using` says which.
 
-    Use the handle as a context manager, or call its `detach()`. `configs`: how some are used that
-    are not used in their own way. `force`: as in `attach`.
+    Args:
+        model: The model that the memories were built for.
+        memories: The memories by name.
+        configs: How memories are used, by name. Others are used as they themselves say.
+        force: As in `attach`.
+
+    Returns:
+        The handle: a context manager with `using()`, `stats()` and `detach()`.
+
+    Raises:
+        AttachError, MemoryMismatchError, ConfigError: As in `attach`.
     """
     if not memories:
-        raise ConfigError("attach_all was given no memory: give some by name.")
+        raise ConfigError("attach_all needs at least one memory, by name.")
     configs = configs or {}
     unknown = [name for name in configs if name not in memories]
     if unknown:
-        raise ConfigError(f"There is a config for {unknown[0]!r}, and no memory of that name.")
+        raise ConfigError(unknown_name("memory in configs", unknown[0], memories))
     check_free(model)
     return Memories(model, memories, configs, force=force)
 
 
 class Memories(Handle):
-    """The handle of several attached memories. Attached on creation; `detach` undoes it."""
+    """The handle of several attached memories. It attaches on creation; `detach` undoes that."""
 
     def __init__(
         self,
@@ -64,7 +74,7 @@ class Memories(Handle):
     ) -> None:
         self.memories = dict(memories)
         self._mask = TokenMask(model, find_routers(model))
-        self._rows = {name: Rows.none() for name in memories}
+        self._selections = {name: RowSelection(empty=True) for name in memories}
         self._chosen: str | list[str | None] | None = None
         self._hooks: dict[str, list[RecallHook]] = {}
         self._heads: list[Head] = []
@@ -72,7 +82,7 @@ class Memories(Handle):
             config = configs.get(name, memory.routing)
             routers = routers_for(model, memory, config, force=force)
             self._hooks[name] = [
-                recall_hook(router, memory, config, self._mask, self._rows[name])
+                make_recall_hook(router, memory, config, self._mask, self._selections[name])
                 for router in routers
                 if len(memory)
             ]
@@ -92,24 +102,26 @@ class Memories(Handle):
         return [hook for hooks in self._hooks.values() for hook in hooks]
 
     def _before(self, module: nn.Module, args: object) -> None:
-        """The model runs: what is chosen now is to be asked."""
-        for rows in self._rows.values():
-            rows.asked |= not rows.nobody
+        """Remember which memories some row of this run uses."""
+        for selection in self._selections.values():
+            selection.used |= not selection.empty
 
     @contextmanager
     def using(self, choice: str | Sequence[str | None] | None) -> Iterator[None]:
-        """While inside, every row uses the memory named, or each row its own; None: none."""
+        """Choose the memory that rows use inside.
+
+        Args:
+            choice: The name of a memory for all rows, or a name or None for each row. None: the
+                model alone.
+        """
         if not self._handles:
-            raise AttachError("The memories are not attached any more: attach them again.")
+            raise AttachError("The memories are detached. Attach them again to use one.")
         names = [choice] if choice is None or isinstance(choice, str) else list(choice)
         if not names:
-            raise ConfigError("No row was named a memory: give a name or None for each.")
+            raise ConfigError("using() got an empty list. Give a name or None for each row.")
         for name in names:
             if name is not None and name not in self.memories:
-                raise ConfigError(
-                    f"There is no memory {name!r} on the model. There are: "
-                    f"{', '.join(self.memories)}."
-                )
+                raise ConfigError(unknown_name("memory", name, self.memories))
         before = self._chosen
         self._choose(choice if choice is None or isinstance(choice, str) else names)
         try:
@@ -120,11 +132,11 @@ class Memories(Handle):
     def _choose(self, choice: str | list[str | None] | None) -> None:
         self._chosen = choice
         names = choice if isinstance(choice, list) else [choice]
-        for name, rows in self._rows.items():
-            rows.choose(torch.tensor([one == name for one in names]))
+        for name, selection in self._selections.items():
+            selection.choose(torch.tensor([one == name for one in names]))
 
     def stats(self) -> dict[str, dict[int, LayerStats]]:
-        """By name and layer, of the rows that used it: as Routing.stats."""
+        """Return the stats of each memory by layer, over the rows that used it."""
         return {
             name: {hook.router.layer: hook.stats() for hook in hooks}
             for name, hooks in self._hooks.items()

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 
 def model_card(config: Mapping[str, Any]) -> str:
-    """Markdown with the hub's front matter, from what memory_config.json says."""
+    """Return Markdown with the hub's front matter, from what memory_config.json says."""
     base, build, routing = config["base_model"], config["build"], config["routing"]
     name = base["name"]
     index = f", {routing['index']['kind']} index" if routing["index"] else ""
     known_to_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", name)
-    since = _domains(config) + _calibrated(config.get("calibration"))
-    since += _pruned(config.get("pruned"))
+    later = _calibration_row(config.get("calibration")) + _pruning_row(config.get("pruned"))
     origin = f"base_model: {name}\n" if known_to_hub else ""
     return f"""---
 library_name: knn-moe
@@ -43,8 +42,8 @@ with attach(model, memory):
 | built with | preset `{build["preset"]}`, S = {build["steps"]}, η = {build["learning_rate"]}, \
 {build["gradient"]} gradient, {build["tokens"]} tokens |
 | meant to be used with | K = {routing["k"]}, {routing["similarity"]} similarity{index}\
-{_head(routing)} |
-{since}| base model revision | {base["revision"] or "unknown"} |
+{_head_note(routing)} |
+{later}| base model revision | {base["revision"] or "unknown"} |
 | router fingerprint | `{base["fingerprint"][:16]}` |
 | size | {config["bytes"] / 1e6:,.1f} MB |
 | libraries | {", ".join(f"{key} {value}" for key, value in config["libraries"].items())} |
@@ -53,44 +52,28 @@ It holds the tokens of its reference set: share it as you would share that text.
 """
 
 
-def _head(routing: Mapping[str, Any]) -> str:
+def _head_note(routing: Mapping[str, Any]) -> str:
     head = routing.get("head")
     return (
-        f"; a head mixes what followed into the logits, weight {head['weight']:g}" if head else ""
+        f"; a head mixes next tokens into the probabilities, weight {head['weight']:g}"
+        if head
+        else ""
     )
 
 
-def domains_in_words(cases: Sequence[int], gammas: Sequence[Sequence[float]]) -> str:
-    """How many cases each domain has, and its γ from layer to layer, of which `gammas` are."""
-    told = []
-    for number, count in enumerate(cases):
-        widths = [layer[number] for layer in gammas]
-        told.append(f"{count:,} cases (γ {min(widths):.3g} to {max(widths):.3g})")
-    return f"{len(cases)}: {', '.join(told)}"
-
-
-def _domains(config: Mapping[str, Any]) -> str:
-    """A row, if memories of several were merged."""
-    if "domains" not in config:
-        return ""
-    gammas = [layer["gammas"] for layer in config["layers"]]
-    return f"| domains | {domains_in_words(config['domains'], gammas)} |\n"
-
-
-def _calibrated(found: Mapping[str, Any] | None) -> str:
-    """What it was found to be worth, as a row, if it was asked."""
+def _calibration_row(found: Mapping[str, Any] | None) -> str:
     if not found:
         return ""
     change = found["change"]
-    worth = (
+    gain = (
         f"{change['difference']:+.3f} nats a token ({change['low']:+.3f} to {change['high']:+.3f}) "
-        f"on {found['examples']} reference examples that had no part in it"
+        f"on {found['examples']} held-out reference examples"
     )
-    silent = "" if found["helps"] else ": no better than the model alone, so it keeps silent"
-    return f"| calibrated | {worth}{silent} |\n"
+    off = "" if found["helps"] else ": no better than the model alone, so the memory is off"
+    return f"| calibrated | {gain}{off} |\n"
 
 
-def _pruned(left: Mapping[str, Any] | None) -> str:
+def _pruning_row(left: Mapping[str, Any] | None) -> str:
     if not left:
         return ""
     return f"| pruned | {left['kept']:,} of {left['cases']:,} cases kept, by {left['score']} |\n"

@@ -1,6 +1,6 @@
 """A layer whose keys became an index: what is kept of them, and how good it is.
 
-Knows names and tensors; how a layer is compressed is compression.py's, how it is used recall.py's.
+Knows names and tensors. `adapt/compress.py` makes such layers, `recall/recall.py` uses them.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from knn_moe.config import IndexConfig
-from knn_moe.memory.writer import LayerShape, gamma_entry
+from knn_moe.memory.layers import LayerShape
 
 
 @dataclass(frozen=True)
 class IndexQuality:
-    """What an index makes of a sample of its own keys, each without itself."""
+    """How well an index finds a sample of its own keys, each without itself."""
 
     recall: float  # share whose nearest is the exact search's nearest
     confidence_error: float  # mean |λ - λ of the exact search|
@@ -36,9 +36,8 @@ class CompressedLayer:
     cases: int
     shape: LayerShape
     index: IndexConfig
-    similarity: str  # that the keys were prepared for
+    similarity: str  # the keys were prepared for this one
     quality: IndexQuality
-    gammas: tuple[float, ...] = ()  # of each domain, where there are several
 
     def __len__(self) -> int:
         return self.cases
@@ -50,24 +49,26 @@ class CompressedLayer:
         )
 
     def part(self, of: str) -> dict[str, Tensor]:
-        """The tensors of the "index" or of the "values"."""
+        """Return the tensors of the "index" or of the "values"."""
         start = f"{of}."
         found = {name: tensor for name, tensor in self.tensors.items() if name.startswith(start)}
         return {name.removeprefix(start): tensor for name, tensor in found.items()}
 
     @property
     def nbytes(self) -> int:
+        """The bytes of index and values."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     @property
     def bytes_per_case(self) -> float:
+        """The mean size of a case."""
         return self.nbytes / self.cases
 
     def entry(self) -> dict[str, Any]:
-        """What memory_config.json says of the layer, beside its file."""
+        """Return what memory_config.json says of the layer, beside its file."""
         hidden, experts, dtype = self.shape
         return {
-            **gamma_entry(self.gamma, self.gammas),
+            "gamma": self.gamma,
             "cases": self.cases,
             "shape": [hidden, experts, str(dtype).removeprefix("torch.")],
             "index": self.index.to_dict(),
@@ -77,7 +78,7 @@ class CompressedLayer:
 
     @staticmethod
     def read(entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> CompressedLayer:
-        """What `entry` and `tensors` of a written layer say."""
+        """Return the layer that `entry()` and its tensors describe."""
         hidden, experts, dtype = entry["shape"]
         return CompressedLayer(
             tensors=tensors,
@@ -87,5 +88,4 @@ class CompressedLayer:
             index=IndexConfig(**entry["index"]),
             similarity=entry["similarity"],
             quality=IndexQuality(**entry["quality"]),
-            gammas=tuple(entry.get("gammas", ())),
         )

@@ -43,6 +43,7 @@ _DTYPES: Final = {
 
 
 def layer_file(layer: int) -> str:
+    """Return the name of a layer's file."""
     return f"layer-{layer:03d}.safetensors"
 
 
@@ -93,7 +94,7 @@ class StreamedFile:
     def write(self, name: str, rows: Tensor, spans: Iterable[Span]) -> None:
         """Put runs of `rows` in their places. Shapes: rows [n, ...], on the CPU.
 
-        The interpreter's lock is held for an instant per run: a GPU is kept busy meanwhile.
+        Each run holds the interpreter's lock for an instant only, so that a GPU stays busy.
         """
         if not len(rows):
             return
@@ -111,10 +112,10 @@ class StreamedFile:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """A whole safetensors file, chunk by chunk: mapped tensors are not read into memory.
+    """Write a safetensors file chunk by chunk: mapped tensors are not read into memory.
 
-    Wide numbers come first, so that each tensor is aligned to its own; then by name, so that a
-    copy is the same file.
+    Wide numbers come first, so that every tensor is aligned; then names in order, so that a copy
+    is the same file.
     """
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     tensors = {name: tensors[name] for name in order}
@@ -132,7 +133,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Memory-mapped: nothing is read before it is used."""
+    """Map the tensors of a file: nothing is read before it is used."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -143,15 +144,18 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def checksum(path: Path) -> str:
+    """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def describe_file(path: Path) -> dict[str, Any]:
+    """Return what a memory's config says of a file."""
     return {"file": path.name, "bytes": path.stat().st_size, "sha256": checksum(path)}
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write a memory's config with its format and its own digest."""
     sealed = {**config, "format_version": FORMAT_VERSION}
     sealed["digest"] = _digest(sealed)
     text = json.dumps(sealed, indent=2, ensure_ascii=False) + "\n"
@@ -159,32 +163,36 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The folder's config, after making sure that it is whole, unedited and of a known format."""
+    """Read the config of a folder.
+
+    Raises:
+        MemoryFormatError: There is none, or it is damaged, edited or of a newer format.
+    """
     path = folder / CONFIG_FILE
     if not path.is_file():
-        raise MemoryFormatError(f"{str(folder)!r} is no memory: it has no {CONFIG_FILE}.")
+        raise MemoryFormatError(f"{str(folder)!r} is not a memory: it has no {CONFIG_FILE}.")
     try:
         config = json.loads(path.read_text(encoding="utf8"))
         version = int(config["format_version"])
     except (ValueError, KeyError, TypeError):
-        raise MemoryFormatError(f"{str(path)!r} is damaged: it is not whole JSON.") from None
+        raise MemoryFormatError(f"{str(path)!r} is damaged: it is not valid JSON.") from None
     if version > FORMAT_VERSION:
         raise MemoryFormatError(
-            f"{str(path)!r} has format {version}, this knn-moe reads up to {FORMAT_VERSION}: "
-            f"upgrade knn-moe to use it."
+            f"{str(path)!r} has format {version}, and this knn-moe reads up to "
+            f"{FORMAT_VERSION}. Upgrade knn-moe to use it."
         )
     if config.get("digest") != _digest(config):
         raise MemoryFormatError(
-            f"{str(path)!r} was edited: its digest does not match. Restore it, or build anew."
+            f"{str(path)!r} was edited: its digest does not match. Restore it, or build the memory again."
         )
     return dict(config)
 
 
 def check_file(folder: Path, entry: Mapping[str, Any], *, contents: bool) -> Path:
-    """The file of a config entry, after checking its size and (`contents`) its checksum."""
+    """Return the file of a config entry after checking its size and, with `contents`, its checksum."""
     path = folder / str(entry["file"])
     if not path.is_file():
-        raise MemoryFormatError(f"{str(path)!r} is missing; the memory is not whole.")
+        raise MemoryFormatError(f"{str(path)!r} is missing: the memory is incomplete.")
     size = path.stat().st_size
     if size != entry["bytes"]:
         raise MemoryFormatError(
@@ -196,13 +204,15 @@ def check_file(folder: Path, entry: Mapping[str, Any], *, contents: bool) -> Pat
 
 
 def refuse_existing(folder: Path, *, overwrite: bool) -> None:
-    """Never write over what is there, unless told to; and then only over a memory."""
+    """Raise MemoryFormatError if `folder` exists, unless it is a memory to overwrite."""
     if not folder.exists():
         return
     if not overwrite:
-        raise MemoryFormatError(f"{str(folder)!r} exists already: choose another or overwrite it.")
+        raise MemoryFormatError(
+            f"{str(folder)!r} exists already. Choose another folder, or overwrite it."
+        )
     if not (folder / CONFIG_FILE).is_file():
-        raise MemoryFormatError(f"{str(folder)!r} is no memory and will not be overwritten.")
+        raise MemoryFormatError(f"{str(folder)!r} is not a memory and will not be overwritten.")
 
 
 def publish(partial: Path, folder: Path, *, overwrite: bool) -> None:

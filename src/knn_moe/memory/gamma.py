@@ -1,18 +1,17 @@
-"""The kernel's width from a memory's own distances (§5.1: "set heuristically based on the average
+"""The kernel width γ from a memory's own distances (§5.1: "set heuristically based on the average
 nearest neighbor distance in the memory").
 
-γ = 1 / mean d², where d is a key's distance to its nearest key of another example. Left out: the
-key itself, keys of the same example, and keys that read the same tokens (templates share their
-prefixes: zero distances that would drag the mean down). At that γ a neighbour at a typical
-distance gives λ ≈ exp(-1).
-
-Domains differ in how dense their keys lie. A memory of several has a γ for each, and one of all its
-keys together, which configs scale.
+γ = 1 / mean d², where d is a key's distance to its nearest key of another example. Left out are the
+key itself, keys of the same example, and keys that read the same tokens: templates share prefixes,
+whose zero distances would drag the mean down. At that γ a neighbour at a typical distance gives
+λ ≈ exp(-1).
 """
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -24,57 +23,41 @@ _SAMPLE: Final = 1024  # keys whose nearest neighbour is looked up: all, or this
 _CANDIDATES: Final = 4  # nearest keys looked at, so that exact repeats can be passed over
 
 
-class Gammas(NamedTuple):
-    """One layer's: of all its cases, and of each domain, where there are several."""
+def estimate_gammas(
+    keys: Mapping[int, Tensor], provenance: Provenance, device: torch.device | None = None
+) -> dict[int, float]:
+    """Return γ of each layer.
 
-    joint: float
-    domains: tuple[float, ...] = ()
-
-    def ratio(self, where: Provenance) -> Tensor | None:
-        """γ of each case's domain / γ of all; None: one γ serves all. Shape [M] fp32."""
-        if not self.domains:
-            return None
-        ratios = torch.tensor(self.domains, dtype=torch.float64) / self.joint
-        return ratios.float()[where.domain]
+    Args:
+        keys: By layer [M, d], which may be mapped files.
+        provenance: Which example each key is of, and which keys read the same tokens.
+        device: Where distances are computed. None: where the keys are.
+    """
+    example, case = provenance.example, provenance.prefix_hash()
+    # On a CPU one layer at a time keeps every core busy; a GPU waits for its keys to arrive.
+    workers = 8 if device is not None and device.type == "cuda" else 1
+    with ThreadPoolExecutor(max_workers=workers) as pool:
+        found = pool.map(lambda part: estimate_gamma(part, example, case, device), keys.values())
+        return dict(zip(keys, found, strict=True))
 
 
 def estimate_gamma(
-    keys: Tensor,
-    example: Tensor,
-    case: Tensor,
-    device: torch.device | None = None,
-    otherwise: float = 1.0,
+    keys: Tensor, example: Tensor, case: Tensor, device: torch.device | None = None
 ) -> float:
-    """γ of one layer, computed on `device` block by block: the keys may be a mapped file.
+    """Return γ of one layer, computed on `device` block by block.
 
     Where every key is of one example, keys of the same example count; where no two keys differ,
-    γ is `otherwise`, any kernel being as good.
+    γ is 1, since any width serves.
     Shapes: keys [M, d]; example, case [M] int64, `case` equal for keys that are one case.
     """
     if len(keys) < 2:
-        return otherwise
+        return 1.0
     count = min(_SAMPLE, len(keys))
     rows = torch.arange(count) * len(keys) // count
-    alone = bool((example == example[0]).all())
-    owner = torch.arange(len(keys)) if alone else example
+    one_example = bool((example == example[0]).all())
+    owner = torch.arange(len(keys)) if one_example else example
     labels = [(label[rows], label) for label in (owner, case)]
     near, _ = search_leaving_out(keys[rows], keys, labels, _CANDIDATES, device or keys.device)
     nearest = near.masked_fill(near == 0, float("inf")).amin(dim=-1)
-    found = nearest[nearest.isfinite()].double()
-    return float(1 / found.mean()) if len(found) else otherwise
-
-
-def estimate_by_domain(
-    keys: Tensor,
-    example: Tensor,
-    case: Tensor,
-    sizes: list[int],
-    device: torch.device | None = None,
-    joint: float = 1.0,
-) -> tuple[float, ...]:
-    """γ of each domain by its own keys, `sizes` of which follow each other; `joint` where no two of
-    them differ. Empty where there is one domain. Shapes: as estimate_gamma's."""
-    if len(sizes) == 1:
-        return ()
-    parts = zip(keys.split(sizes), example.split(sizes), case.split(sizes), strict=True)
-    return tuple(estimate_gamma(*columns, device, joint) for columns in parts)
+    finite = nearest[nearest.isfinite()].double()
+    return float(1 / finite.mean()) if len(finite) else 1.0

@@ -11,63 +11,72 @@ from knn_moe.config import BuildConfig, RoutingConfig, as_json
 from knn_moe.routers.fingerprint import ModelIdentity
 
 BY_CHANCE: Final = "chance"  # how cases are pruned that no example chose
-_RENAMED: Final = {"kernels": "per_layer", "trust": "confidence_factor"}  # since format 5
+# Fields of a routing config that formats 3 and 4 name otherwise.
+_RENAMED: Final = {"kernels": "per_layer", "trust": "confidence_factor"}
 _LIBRARIES: Final = ("knn-moe", "torch", "transformers")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryManifest:
+    """Everything in memory_config.json but the list of files."""
+
     base_model: ModelIdentity
     tokenizer: Mapping[str, str | None] = field(default_factory=dict)
     build: BuildConfig = field(default_factory=BuildConfig)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     libraries: Mapping[str, str] = field(default_factory=lambda: library_versions())
     calibration: Mapping[str, Any] | None = None  # what `calibrate` found, for people to read
-    pruned: Mapping[str, Any] | None = None  # what `prune` left of it, and by what score
-    learned: bool = False  # values were changed by a calibration, for all its examples' sake
+    pruned: Mapping[str, Any] | None = None  # how many cases `prune` left, and by what score
+    values_trained: bool = False  # a calibration fitted the values to all its examples
+    # A control: K cases drawn at random, by this seed, stand in for the K nearest.
+    random_seed: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON takes them."""
         return as_json(self)
 
     @property
-    def impartial(self) -> bool:
-        """Whether its examples had no say in which cases were kept, nor in others' values."""
-        return not self.learned and (self.pruned is None or self.pruned["score"] == BY_CHANCE)
+    def examples_can_judge(self) -> bool:
+        """Whether the memory's own examples had no part in choosing its cases or their values."""
+        by_chance = self.pruned is None or self.pruned["score"] == BY_CHANCE
+        return not self.values_trained and by_chance
 
-    def uncalibrated(self) -> MemoryManifest:
-        """As it was built, where it was calibrated since; learned values stay."""
+    def without_calibration(self) -> MemoryManifest:
+        """Return to the routing of the build, where the memory was calibrated since."""
         if self.calibration is None:
             return self
         return replace(self, routing=self.build.routing(), calibration=None)
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> MemoryManifest:
+        """Read what `to_dict` gave, in this version or in an earlier one."""
+        routing = _rename(config["routing"])
+        routing["per_layer"] = [_rename(one) for one in routing.get("per_layer", ())]
+        random_seed = routing.pop("drawn", None)
         return cls(
             base_model=ModelIdentity(**config["base_model"]),
             tokenizer=config["tokenizer"],
             build=BuildConfig(**config["build"]),
-            routing=RoutingConfig(**_current_names(config["routing"])),
+            routing=RoutingConfig(**routing),
             libraries=config["libraries"],
             calibration=config.get("calibration"),
             pruned=config.get("pruned"),
-            learned=config.get("learned", False),
+            values_trained=config.get("values_trained", config.get("learned", False)),
+            random_seed=config.get("random_seed", random_seed),
         )
 
 
-def _current_names(routing: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a routing config under current names; formats 3 and 4 had others for some fields."""
-    fields = {_RENAMED.get(name, name): value for name, value in routing.items()}
-    layers = fields.get("per_layer", ())
-    fields["per_layer"] = [{_RENAMED.get(k, k): v for k, v in one.items()} for one in layers]
-    return fields
+def _rename(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {_RENAMED.get(name, name): value for name, value in fields.items()}
 
 
-def joined_scores(scores: Iterable[str]) -> str:
-    """Of memories that were pruned more than once, or were merged: each once."""
+def join_scores(scores: Iterable[str]) -> str:
+    """Name each score once, for memories that were pruned more than once or merged."""
     return " and ".join(dict.fromkeys(name for score in scores for name in score.split(" and ")))
 
 
 def library_versions() -> dict[str, str]:
+    """Return the versions of the libraries that a memory depends on."""
     versions = {}
     for name in _LIBRARIES:
         try:

@@ -1,7 +1,7 @@
 """The artefact: what a model remembers of a reference set, per layer.
 
-Knows what a memory holds and whose it is. How it lies on disk is files.py's, how it gets there
-is writer.py's, how it is used is handle.py's.
+Knows what a memory holds and whose it is. `files.py` knows how it lies on disk, `writer.py` how it
+gets there.
 """
 
 from __future__ import annotations
@@ -21,48 +21,16 @@ from knn_moe.config import BuildConfig, RoutingConfig
 from knn_moe.errors import ConfigError, MemoryFormatError, MemoryMismatchError
 from knn_moe.memory import files
 from knn_moe.memory.compressed import CompressedLayer
-from knn_moe.memory.manifest import MemoryManifest, joined_scores
-from knn_moe.memory.writer import (
-    NOTHING_KNOWN,
-    KnownGammas,
-    LayerShape,
-    MemoryWriter,
-    scratch_beside,
-    write_layers,
-)
+from knn_moe.memory.gamma import estimate_gammas
+from knn_moe.memory.layers import LayerMemory
+from knn_moe.memory.manifest import MemoryManifest, join_scores
+from knn_moe.memory.writer import MemoryWriter, scratch_beside, write_layers
 from knn_moe.reference.provenance import Provenance, check_droppable, concatenate, owners
-from knn_moe.reference.windows import Span
+from knn_moe.reference.windows import ReferenceTokens, Span
 from knn_moe.routers.fingerprint import ModelIdentity
 from knn_moe.support.files import TemporaryFolder
 
 _ROWS: Final = 4096  # copied at a time
-
-
-@dataclass(frozen=True)
-class LayerMemory:
-    """One layer's cases. Shapes: keys [M, d], the model's dtype; values [M, N], fp32."""
-
-    keys: Tensor
-    values: Tensor
-    gamma: float  # of the RBF kernel, from these keys' own distances
-    gammas: tuple[float, ...] = ()  # of each domain, where there are several
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-    def __repr__(self) -> str:
-        cases, hidden = self.keys.shape
-        experts = self.values.shape[1]
-        return f"LayerMemory({cases:,} cases, {hidden} → {experts}, γ={self.gamma:.3g})"
-
-    @property
-    def shape(self) -> LayerShape:
-        return LayerShape(self.keys.shape[1], self.values.shape[1], self.keys.dtype)
-
-    @property
-    def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
-
 
 Layer: TypeAlias = LayerMemory | CompressedLayer
 
@@ -110,13 +78,26 @@ class RoutingMemory:
         return any(isinstance(layer, CompressedLayer) for layer in self.layers.values())
 
     def full_layers(self) -> dict[int, LayerMemory]:
-        """The layers, with their keys; refused where they have none any more."""
+        """Return the layers with their keys.
+
+        Raises:
+            MemoryFormatError: The memory is compressed and has no keys.
+        """
         full = {i: layer for i, layer in self.layers.items() if isinstance(layer, LayerMemory)}
         if len(full) < len(self.layers):
             raise MemoryFormatError(
-                f"{self!r} has no keys to work on: use the memory that it was compressed from."
+                f"{self!r} has no keys. Use the memory that it was compressed from."
             )
         return full
+
+    def reference_tokens(self) -> ReferenceTokens:
+        """Return the tokens the memory was built from, as it read them."""
+        kept = torch.zeros(len(self.provenance.stream), dtype=torch.bool)
+        kept[self.provenance.key] = True
+        everything = self.build.tokens == "all"
+        scored = torch.ones_like(kept) if everything else _in_completion(self.provenance)
+        scored[self.provenance.begin[1:] - 1] = False  # a window's last token has no next one
+        return ReferenceTokens(self.provenance, scored, kept)
 
     @classmethod
     def from_pretrained(
@@ -124,8 +105,14 @@ class RoutingMemory:
     ) -> RoutingMemory:
         """Open a memory from a folder or a hub id, memory-mapped.
 
-        `verify` compares every file's checksum, which reads it all once; sizes, the format and
-        the config's own digest are always checked.
+        Args:
+            source: A folder, or the id of a repository on the hub.
+            revision: A branch, tag or commit on the hub.
+            verify: Compare every file's checksum, which reads it all once. Sizes, the format and
+                the config's own digest are always checked.
+
+        Raises:
+            MemoryFormatError: There is no memory, or it is truncated, edited or of a newer format.
         """
         folder = Path(source) if Path(source).is_dir() else _download(str(source), revision)
         config = files.read_config(folder)
@@ -138,13 +125,17 @@ class RoutingMemory:
                 entry["layer"]: _read_layer(entry, files.read_tensors(path))
                 for entry, path in zip(config["layers"], layers, strict=True)
             },
-            provenance=Provenance(**files.read_tensors(tokens)),
+            provenance=Provenance.from_tensors(files.read_tensors(tokens)),
             manifest=MemoryManifest.from_dict(config),
             folder=folder,
         )
 
     def save_pretrained(self, folder: str | Path, *, overwrite: bool = False) -> None:
-        """Write the memory to `folder`, whole or not at all."""
+        """Write the memory to `folder`, whole or not at all.
+
+        Raises:
+            MemoryFormatError: The folder exists and `overwrite` is not set, or is no memory.
+        """
         if self.compressed:
             layers = [
                 (index, layer.entry(), layer.tensors)
@@ -153,10 +144,10 @@ class RoutingMemory:
             ]
             write_layers(Path(folder), self.manifest, self.provenance, layers, overwrite=overwrite)
             return
-        _write(Path(folder), [self], self.provenance, known=self._gammas(), overwrite=overwrite)
+        _write(Path(folder), [self], self.provenance, gammas=self._gammas(), overwrite=overwrite)
 
     def push_to_hub(self, repo_id: str, *, private: bool = False, token: str | None = None) -> str:
-        """Upload the memory and its card as a model repository; returns the commit's address."""
+        """Upload the memory and its card as a model repository, and return the commit's address."""
         from huggingface_hub import HfApi
 
         api = HfApi(token=token)
@@ -170,42 +161,35 @@ class RoutingMemory:
             return str(api.upload_folder(repo_id=repo_id, folder_path=folder))
 
     def merge(
-        self,
-        *others: RoutingMemory,
-        folder: str | Path | None = None,
-        overwrite: bool = False,
-        by_domain: bool | None = None,
+        self, *others: RoutingMemory, folder: str | Path | None = None, overwrite: bool = False
     ) -> RoutingMemory:
-        """One memory of the cases of all.
+        """Make one memory of the cases of all. γ is computed from their joint distances.
 
-        `by_domain`: each memory is a domain whose cases keep its γ, one that was merged so brings
-        its own; or γ is one, taken from their joint distances. None: as they are, by domain if any
-        of them is. What pays is in docs/pruning.md.
-        What the memory says of its build and use is the first one's; what a calibration found for
-        that one alone is forgotten, and its preset's routing is back.
-        Streamed to `folder` and opened from there; without one, to a temporary folder that lives
-        as long as the memory.
+        The manifest is the first memory's; what a calibration found for that one alone is
+        forgotten, and the routing of its preset is back.
+
+        Args:
+            others: Memories for the same model, built alike.
+            folder: Where the memory is written and opened. None: a temporary folder that lives as
+                long as the memory.
+            overwrite: Replace a memory that is in `folder`.
+
+        Raises:
+            MemoryMismatchError: The memories do not belong together.
         """
-        for memory in (self, *others):
+        memories = [self, *others]
+        for memory in memories:
             memory.full_layers()
-        for other in others:
-            _check_mergeable(self, other)
-        manifests = [memory.manifest for memory in (self, *others)]
+            _check_mergeable(self, memory)
         manifest = replace(
-            self.manifest.uncalibrated(),
-            pruned=_pruned_in_all((self, *others)),
-            learned=any(manifest.learned for manifest in manifests),
+            self.manifest.without_calibration(),
+            pruned=_join_pruned(memories),
+            values_trained=any(memory.manifest.values_trained for memory in memories),
         )
-        # A memory of nothing is no domain.
-        filled = [memory for memory in others if len(memory.provenance.example_of_window)]
-        memories = [replace(self, manifest=manifest), *filled]
         provenance = concatenate([memory.provenance for memory in memories])
-        if by_domain is None:
-            by_domain = any(memory.provenance.num_domains > 1 for memory in memories)
-        if not by_domain:
-            provenance = provenance.of_one_domain()
-        known = KnownGammas(domains=_domains_of_all(memories))
-        return _written(folder, memories, provenance, known=known, overwrite=overwrite)
+        return _write_and_open(
+            folder, [replace(self, manifest=manifest), *others], provenance, overwrite=overwrite
+        )
 
     def subset(
         self,
@@ -215,15 +199,18 @@ class RoutingMemory:
         folder: str | Path | None = None,
         overwrite: bool = False,
     ) -> RoutingMemory:
-        """The cases of `rows` with the memory's own γ, under `manifest` or its own.
+        """Keep the cases of `rows`, with the memory's own γ, under `manifest` or its own.
 
-        All tokens stay, so that every case can say what it read. To `folder` as in `merge`.
+        All tokens stay, so that every case can show what it read. `folder` is as in `merge`.
         Shapes: rows [n] int64, ascending.
         """
-        chosen = replace(self, manifest=manifest or self.manifest)
-        provenance = self.provenance.subset(rows)
-        return _written(
-            folder, [chosen], provenance, rows=rows, known=self._gammas(), overwrite=overwrite
+        return _write_and_open(
+            folder,
+            [replace(self, manifest=manifest or self.manifest)],
+            self.provenance.subset(rows),
+            rows=rows,
+            gammas=self._gammas(),
+            overwrite=overwrite,
         )
 
     def without(
@@ -233,52 +220,65 @@ class RoutingMemory:
         folder: str | Path | None = None,
         overwrite: bool = False,
     ) -> RoutingMemory:
-        """The memory as if it had never read `examples`, by number: no key, value or token of
-        them is left, and what is written is read again to make sure.
+        """Make the memory as if it had never read `examples`.
 
-        γ is computed anew, that of each domain too, but for a pruned memory, which keeps those of
-        the whole; a calibration that read them is forgotten. The others keep their numbers. To
-        `folder` as in `merge`.
+        No key, value or token of them is left; what was written is read again to make sure. The
+        other examples keep their numbers. γ is computed anew, except for a pruned memory, which
+        keeps that of the whole; a calibration that read the examples is forgotten.
+
+        Args:
+            examples: Numbers of examples, in the order of the reference set.
+            folder: As in `merge`.
+            overwrite: As in `merge`.
+
+        Raises:
+            ConfigError: An example cannot be dropped, or the values were trained on all of them.
         """
         self.full_layers()
-        if self.manifest.learned:
+        if self.manifest.values_trained:
             raise ConfigError(
-                "The values of this memory were fitted to all its examples, those to drop "
-                "included: build a memory of the others instead."
+                "The values of this memory were trained on all its examples, those to drop "
+                "included. Build a memory of the others instead."
             )
         check_droppable(self.provenance, examples)
         provenance, rows = self.provenance.without(examples)
-        rest = replace(self, manifest=self.manifest.uncalibrated())
-        left = self.provenance.domains_without(examples)
-        known = self._gammas(left) if self.manifest.pruned else NOTHING_KNOWN
-        written = _written(folder, [rest], provenance, rows=rows, known=known, overwrite=overwrite)
+        rest = replace(self, manifest=self.manifest.without_calibration())
+        gammas = self._gammas() if self.manifest.pruned else None
+        written = _write_and_open(
+            folder, [rest], provenance, rows=rows, gammas=gammas, overwrite=overwrite
+        )
         _check_gone(written, self.provenance, examples)
         return written
 
-    def _gammas(self, left: Sequence[int] | None = None) -> KnownGammas:
-        """Its own; if only the domains `left` are, theirs. The last one's γ is all there is."""
-        joint = {index: layer.gamma for index, layer in self.layers.items()}
-        domains = {index: layer.gammas for index, layer in self.layers.items() if layer.gammas}
-        if left is not None:
-            domains = {index: tuple(own[one] for one in left) for index, own in domains.items()}
-            if len(left) == 1:
-                joint |= {index: own for index, (own,) in domains.items()}
-        return KnownGammas(joint, domains)
+    def _gammas(self) -> dict[int, float]:
+        return {index: layer.gamma for index, layer in self.layers.items()}
 
 
-def _written(
+def _in_completion(provenance: Provenance) -> Tensor:
+    """Tell which tokens are in their example's completion: from the first that is a case on.
+
+    A pruned memory may have lost the first ones, which cannot be told. Shape [S] bool.
+    """
+    stream = torch.arange(len(provenance.stream))
+    example = provenance.example_of_window.long()
+    first = torch.full([int(example.max()) + 1], len(stream))
+    first = first.scatter_reduce(0, provenance.example, provenance.key, "amin")
+    return stream >= first[example].repeat_interleave(provenance.begin.diff())
+
+
+def _write_and_open(
     folder: str | Path | None,
     memories: Sequence[RoutingMemory],
     provenance: Provenance,
     *,
     rows: Tensor | None = None,
-    known: KnownGammas,
+    gammas: Mapping[int, float] | None = None,
     overwrite: bool,
 ) -> RoutingMemory:
-    """What `_write` wrote, opened: in `folder`, or in one that lives as long as the memory."""
+    """Write as `_write` does, to `folder` or to one that lives as long as the memory."""
     holds = TemporaryFolder() if folder is None else None
     target = holds.path / "memory" if holds else Path(str(folder))
-    _write(target, memories, provenance, rows=rows, known=known, overwrite=overwrite)
+    _write(target, memories, provenance, rows=rows, gammas=gammas, overwrite=overwrite)
     return replace(RoutingMemory.from_pretrained(target, verify=False), _holds=holds)
 
 
@@ -288,13 +288,13 @@ def _write(
     provenance: Provenance,
     *,
     rows: Tensor | None = None,
-    known: KnownGammas,
+    gammas: Mapping[int, float] | None = None,
     overwrite: bool,
 ) -> None:
-    """The cases of `memories`, one after the other, as one memory in `folder`; with `rows`, those
-    of one memory only. γ that is not `known` is computed."""
+    """Write the cases of `memories`, one after the other, as one memory; with `rows`, only those of
+    a single memory. Without `gammas` they are estimated."""
     files.refuse_existing(folder, overwrite=overwrite)
-    shapes = {index: layer.shape for index, layer in memories[0].layers.items()}
+    shapes = {index: layer.shape for index, layer in memories[0].full_layers().items()}
     with scratch_beside(folder) as scratch:
         writer = MemoryWriter(scratch, provenance, shapes)
         row = 0
@@ -306,12 +306,15 @@ def _write(
                     writer.write(index, "keys", keys, [span])
                     writer.write(index, "values", layer.values[part].cpu(), [span])
             row += len(memory)
-        writer.finish(memories[0].manifest, folder, known=known, overwrite=overwrite)
+        writer.close()
+        if gammas is None:
+            gammas = estimate_gammas(writer.keys(), provenance)
+        writer.publish(memories[0].manifest, folder, gammas, overwrite=overwrite)
 
 
 def _parts(cases: int, rows: Tensor | None) -> Iterator[tuple[int, slice | Tensor]]:
-    """Some cases at a time, all or those of `rows`: where they begin in what is written, and
-    which they are."""
+    """Yield some cases at a time, of all or of `rows`: where they begin in the file, and which they
+    are."""
     if rows is None:
         for start in range(0, cases, _ROWS):
             yield start, slice(start, start + _ROWS)
@@ -321,7 +324,7 @@ def _parts(cases: int, rows: Tensor | None) -> Iterator[tuple[int, slice | Tenso
 
 
 def _check_gone(written: RoutingMemory, before: Provenance, examples: Collection[int]) -> None:
-    """Read what was written, checksums and all, and find nothing of `examples` in it."""
+    """Read what was written, checksums included, and raise if anything of `examples` is in it."""
     if written.folder is None:
         return
     opened = RoutingMemory.from_pretrained(written.folder)
@@ -332,35 +335,23 @@ def _check_gone(written: RoutingMemory, before: Provenance, examples: Collection
     numbered = bool(torch.isin(after.example_of_window, before.example_of_window[gone]).any())
     if found or numbered or len(after.stream) != tokens:
         raise MemoryFormatError(
-            f"{str(written.folder)!r} still holds tokens of an example that was to go: delete it."
+            f"{str(written.folder)!r} still holds tokens of an example that was to be dropped. Delete it."
         )
 
 
 def _read_layer(entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Layer:
     if "index" in entry:
         return CompressedLayer.read(entry, tensors)
-    return LayerMemory(gamma=entry["gamma"], gammas=tuple(entry.get("gammas", ())), **tensors)
+    return LayerMemory(gamma=entry["gamma"], **tensors)
 
 
-def _domains_of_all(memories: Sequence[RoutingMemory]) -> dict[int, tuple[float, ...]]:
-    """γ of their domains, one memory's after the other's, by layer."""
-    return {
-        index: tuple(
-            gamma
-            for layer in (memory.layers[index] for memory in memories)
-            for gamma in layer.gammas or (layer.gamma,)
-        )
-        for index in memories[0].layers
-    }
-
-
-def _pruned_in_all(memories: Sequence[RoutingMemory]) -> dict[str, Any] | None:
-    """What was left of all of them together, if of any some was pruned."""
+def _join_pruned(memories: Sequence[RoutingMemory]) -> dict[str, Any] | None:
+    """Say what pruning left of all memories together; None if none was pruned."""
     cut = [memory.manifest.pruned for memory in memories if memory.manifest.pruned]
     if not cut:
         return None
     cases = sum((memory.manifest.pruned or {}).get("cases", len(memory)) for memory in memories)
-    score = joined_scores([facts["score"] for facts in cut])
+    score = join_scores([facts["score"] for facts in cut])
     rounds = max(facts["rounds"] for facts in cut)
     return {"cases": cases, "kept": sum(map(len, memories)), "score": score, "rounds": rounds}
 
@@ -373,8 +364,8 @@ def _check_mergeable(first: RoutingMemory, other: RoutingMemory) -> None:
         )
     if first.build.tokens != other.build.tokens:
         raise MemoryMismatchError(
-            f"One of these memories is of {first.build.tokens} tokens and the other of "
-            f"{other.build.tokens} ones: build them alike to merge them."
+            f"One of these memories keeps {first.build.tokens} tokens and the other "
+            f"{other.build.tokens} tokens. Build them alike to merge them."
         )
     mine, theirs = (
         {index: layer.shape for index, layer in memory.layers.items()} for memory in (first, other)

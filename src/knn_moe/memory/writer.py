@@ -9,38 +9,21 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from knn_moe.memory import files
 from knn_moe.memory.card import model_card
-from knn_moe.memory.gamma import Gammas, estimate_by_domain, estimate_gamma
+from knn_moe.memory.layers import LayerShape
 from knn_moe.memory.manifest import MemoryManifest
 from knn_moe.reference.provenance import Provenance
 from knn_moe.reference.windows import Span
 from knn_moe.support.files import write_whole
-
-
-class LayerShape(NamedTuple):
-    hidden_size: int
-    num_experts: int
-    dtype: torch.dtype  # of the keys; values are fp32
-
-
-class KnownGammas(NamedTuple):
-    """γ of layers by number that need not be computed: of all cases; and of each domain."""
-
-    joint: Mapping[int, float] = MappingProxyType({})
-    domains: Mapping[int, tuple[float, ...]] = MappingProxyType({})
-
-
-NOTHING_KNOWN: Final = KnownGammas()
 
 
 class MemoryWriter:
@@ -56,78 +39,64 @@ class MemoryWriter:
     ) -> None:
         self.partial = partial
         self.provenance = provenance
+        self.layers = list(layers)
         if fresh:
             files.write_tensors(partial / files.TOKENS_FILE, provenance.tensors())
-        self.files = {
+        cases = len(provenance)
+        self._files = {
             index: files.StreamedFile(
-                partial / files.layer_file(index),
+                self._path(index),
                 {
-                    "keys": files.TensorPlan(shape.dtype, (len(provenance), shape.hidden_size)),
-                    "values": files.TensorPlan(torch.float32, (len(provenance), shape.num_experts)),
+                    "keys": files.TensorPlan(shape.dtype, (cases, shape.hidden_size)),
+                    "values": files.TensorPlan(torch.float32, (cases, shape.num_experts)),
                 },
                 fresh=fresh,
             )
             for index, shape in layers.items()
         }
 
+    def _path(self, layer: int) -> Path:
+        return self.partial / files.layer_file(layer)
+
     def write(self, layer: int, name: str, rows: Tensor, spans: Iterable[Span]) -> None:
-        """Runs of a layer's "keys" or "values". Shapes: rows [n, d or N], on the CPU."""
-        self.files[layer].write(name, rows, spans)
+        """Write runs of a layer's "keys" or "values". Shapes: rows [n, d or N], on the CPU."""
+        self._files[layer].write(name, rows, spans)
 
     def close(self) -> None:
-        for file in self.files.values():
+        """Close the files. Does nothing the second time."""
+        for file in self._files.values():
             file.close()
-        self.files = {}
+        self._files = {}
 
-    def finish(
+    def keys(self) -> dict[int, Tensor]:
+        """Map the keys that were written, by layer [M, d], for whoever computes γ from them."""
+        return {index: files.read_tensors(self._path(index))["keys"] for index in self.layers}
+
+    @contextmanager
+    def checksums(self) -> Iterator[list[Future[dict[str, Any]]]]:
+        """Close the files and compute their checksums in threads while the caller does more."""
+        self.close()
+        with ThreadPoolExecutor() as pool:
+            yield [pool.submit(files.describe_file, self._path(index)) for index in self.layers]
+
+    def publish(
         self,
         manifest: MemoryManifest,
         folder: Path,
+        gammas: Mapping[int, float],
         *,
-        known: KnownGammas = NOTHING_KNOWN,
-        device: torch.device | None = None,
+        described: Sequence[Future[dict[str, Any]]] | None = None,
         overwrite: bool = False,
     ) -> None:
-        """Seal what was written and rename it to `folder`. γ that is not `known` is computed."""
-        layers = list(self.files)
-        self.close()
-        with ThreadPoolExecutor() as pool:
-            described = pool.map(
-                lambda index: files.describe_file(self.partial / files.layer_file(index)),
-                layers,
-            )
-            found = self._gammas(layers, known, device)
-            entries = [
-                {"layer": index, **gamma_entry(*found[index]), **entry}
-                for index, entry in zip(layers, described, strict=True)
-            ]
+        """Seal what was written and rename it to `folder`. `described`: from `checksums`."""
+        if described is None:
+            with self.checksums() as described:
+                pass
+        entries = [
+            {"layer": index, "gamma": gammas[index], **entry.result()}
+            for index, entry in zip(self.layers, described, strict=True)
+        ]
         seal(self.partial, manifest, self.provenance, entries, folder, overwrite=overwrite)
-
-    def _gammas(
-        self, layers: list[int], known: KnownGammas, device: torch.device | None
-    ) -> dict[int, Gammas]:
-        sizes = self.provenance.cases_of_domain
-        domains = known.domains if len(sizes) > 1 else dict.fromkeys(layers, ())
-        if all(index in known.joint and index in domains for index in layers):
-            return {index: Gammas(known.joint[index], domains[index]) for index in layers}
-        example, case = self.provenance.example, self.provenance.prefix_hash()
-
-        def gamma(index: int) -> Gammas:
-            keys = files.read_tensors(self.partial / files.layer_file(index))["keys"]
-            joint = known.joint.get(index) or estimate_gamma(keys, example, case, device)
-            if index in domains:
-                return Gammas(joint, domains[index])
-            return Gammas(joint, estimate_by_domain(keys, example, case, sizes, device, joint))
-
-        # On a CPU one layer at a time keeps every core busy; a GPU waits for its keys to arrive.
-        workers = 8 if device is not None and device.type == "cuda" else 1
-        with ThreadPoolExecutor(max_workers=workers) as pool:
-            return dict(zip(layers, pool.map(gamma, layers), strict=True))
-
-
-def gamma_entry(joint: float, domains: tuple[float, ...]) -> dict[str, Any]:
-    """What memory_config.json says of a layer's γ."""
-    return {"gamma": joint, "gammas": list(domains)} if domains else {"gamma": joint}
 
 
 def seal(
@@ -144,7 +113,6 @@ def seal(
         **manifest.to_dict(),
         "keys": len(provenance),
         "examples": provenance.num_examples,
-        **({"domains": provenance.cases_of_domain} if provenance.num_domains > 1 else {}),
         "bytes": sum(entry["bytes"] for entry in layers),
         "tokens": files.describe_file(partial / files.TOKENS_FILE),
         "layers": list(layers),
@@ -163,7 +131,7 @@ def reseal(folder: Path, manifest: MemoryManifest) -> None:
 
 @contextmanager
 def scratch_beside(folder: Path) -> Iterator[Path]:
-    """A hidden folder beside `folder`, to be sealed; gone if anything fails."""
+    """Make a hidden folder beside `folder`, to be sealed; remove it if anything fails."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     scratch.chmod(0o755)
@@ -182,7 +150,7 @@ def write_layers(
     *,
     overwrite: bool,
 ) -> None:
-    """A memory of layers that come whole, one at a time: number, config entry, tensors."""
+    """Write a memory of layers that come whole, one at a time: number, config entry, tensors."""
     files.refuse_existing(folder, overwrite=overwrite)
     with scratch_beside(folder) as scratch:
         files.write_tensors(scratch / files.TOKENS_FILE, provenance.tensors())

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from knn_moe.adapt.calibrate.build_calibrated import build_calibrated
-from knn_moe.adapt.calibrate.config import CalibrationConfig
+from knn_moe.config import CalibrationConfig
 from knn_moe.memory.memory import RoutingMemory
 from knn_moe.methods.knn_lm import Together, prepare_knn_lm
 from knn_moe.methods.knn_moe import KnnMoe

@@ -1,5 +1,5 @@
-"""Where each key of a memory came from: the reference tokens, the windows they were read in, each
-key's place in them, and the domain, where memories of several were merged.
+"""Where each key of a memory came from: the reference tokens, the windows they were read in, and
+each key's place in them.
 
 Knows token ids and integers; nothing of text or models.
 """
@@ -7,9 +7,9 @@ Knows token ids and integers; nothing of text or models.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
-from dataclasses import dataclass, replace
-from typing import Any, Final
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,27 +17,26 @@ from torch import Tensor
 
 from knn_moe.errors import ConfigError
 
-_ONE_DOMAIN: Final[Any] = None
-
 
 @dataclass(frozen=True)
 class Provenance:
-    """Shapes, for S tokens in W windows and M keys: stream [S] int32; begin [W + 1] int64, where
-    each window begins in the stream; example, offset [W] int32, the example a window was cut from
-    and where in it; key [M] int64, each key's place in the stream; domain [W] int32, which of the
-    merged memories a window came from, ascending: all 0 where it is left out."""
+    """The reference tokens, and where in them each key was read.
+
+    Shapes, for S tokens in W windows and M keys: stream [S] int32; begin [W + 1] int64, where each
+    window begins in the stream; example_of_window, offset_of_window [W] int32, the example a window
+    was cut from and where in it; key [M] int64, each key's place in the stream.
+    """
 
     stream: Tensor
     begin: Tensor
     example_of_window: Tensor
     offset_of_window: Tensor
     key: Tensor
-    domain_of_window: Tensor = _ONE_DOMAIN
 
-    def __post_init__(self) -> None:
-        if self.domain_of_window is _ONE_DOMAIN:
-            nought = torch.zeros_like(self.example_of_window)
-            object.__setattr__(self, "domain_of_window", nought)
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Provenance:
+        """Read the columns of a file. Format 4 could have one more, which is left out."""
+        return cls(**{field.name: tensors[field.name] for field in fields(cls)})
 
     def __len__(self) -> int:
         return len(self.key)
@@ -71,37 +70,19 @@ class Provenance:
         return after.masked_fill(self.key >= last, -1)
 
     @property
-    def domain(self) -> Tensor:
-        """The domain of each key, ascending. Shape [M] int64."""
-        return self.domain_of_window[self.window].long()
-
-    @property
-    def num_domains(self) -> int:
-        """How many have a window here, if not a key."""
-        return int(self.domain_of_window.max()) + 1 if len(self.domain_of_window) else 1
-
-    @property
-    def cases_of_domain(self) -> list[int]:
-        """How many keys each domain has."""
-        if self.num_domains == 1:
-            return [len(self)]
-        counts: list[int] = self.domain.bincount(minlength=self.num_domains).tolist()
-        return counts
-
-    @property
     def num_examples(self) -> int:
-        """How many examples have a window here."""
+        """The number of examples that have a window."""
         return int(self.example_of_window.unique().numel())
 
     def example_at(self, row: int) -> int:
-        """The example of key `row` alone."""
+        """Return the example of key `row`."""
         return int(self.example_of_window[self._window_at(int(self.key[row]))])
 
     def _window_at(self, place: int) -> int:
         return int(torch.searchsorted(self.begin, place, right=True)) - 1
 
     def context(self, row: int, before: int = 16, after: int = 1) -> tuple[list[int], int]:
-        """Token ids around key `row`, within its window, and the key's place among them."""
+        """Return token ids around key `row`, within its window, and the key's place among them."""
         place = int(self.key[row])
         window = self._window_at(place)
         start = max(int(self.begin[window]), place - before)
@@ -109,24 +90,21 @@ class Provenance:
         return self.stream[start:stop].tolist(), place - start
 
     def tensors(self) -> dict[str, Tensor]:
-        """As a file holds them: no domains, where there is one."""
-        columns = dict(vars(self))
-        if self.num_domains == 1:
-            del columns["domain_of_window"]
-        return columns
-
-    def of_one_domain(self) -> Provenance:
-        """The same, and where it was merged from is forgotten."""
-        return replace(self, domain_of_window=_ONE_DOMAIN)
+        """Return the columns by name, as a file holds them."""
+        return dict(vars(self))
 
     def subset(self, rows: Tensor) -> Provenance:
-        """The same tokens and some of their keys. Shapes: rows [n] int64, ascending."""
+        """Keep all tokens and the keys of `rows`. Shapes: rows [n] int64, ascending."""
         return replace(self, key=self.key[rows])
 
     def without(self, examples: Collection[int]) -> tuple[Provenance, Tensor]:
-        """No token, window or key of `examples`, the others numbered as before; and the rows of
-        the keys that stay [n] int64. Domains close up where one is gone."""
-        stays = self._stays(examples)
+        """Leave `examples` out: their tokens, windows and keys. The others keep their numbers.
+
+        Returns:
+            The rest, and the rows of the keys that stay [n] int64.
+        """
+        gone = torch.tensor(sorted(examples), dtype=self.example_of_window.dtype)
+        stays = ~torch.isin(self.example_of_window, gone)
         lengths = self.begin.diff()
         token = stays.repeat_interleave(lengths)
         rows = token[self.key].nonzero().flatten()
@@ -137,22 +115,11 @@ class Provenance:
             example_of_window=self.example_of_window[stays],
             offset_of_window=self.offset_of_window[stays],
             key=place[self.key[rows]],
-            domain_of_window=self.domain_of_window[stays].unique(return_inverse=True)[1].int(),
         )
         return rest, rows
 
-    def domains_without(self, examples: Collection[int]) -> list[int]:
-        """Those with a window of other examples, by their numbers here."""
-        left: list[int] = self.domain_of_window[self._stays(examples)].unique().tolist()
-        return left
-
-    def _stays(self, examples: Collection[int]) -> Tensor:
-        """Windows that are not of `examples`. Shape [W] bool."""
-        gone = torch.tensor(sorted(examples), dtype=self.example_of_window.dtype)
-        return ~torch.isin(self.example_of_window, gone)
-
     def prefix_hash(self) -> Tensor:
-        """A 64-bit hash of all a key's router input depends on: the tokens of its window so far.
+        """Return a hash of all that a key's router input depends on: its window's tokens so far.
 
         Keys with equal hashes are one case read twice; templates make many. Shape [M] int64.
         """
@@ -175,26 +142,23 @@ def _scramble(x: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, np.dty
 
 
 def concatenate(parts: list[Provenance]) -> Provenance:
-    """One provenance after the other; examples and domains of later parts are numbered on."""
+    """Put one provenance after the other; the examples of later parts are numbered on."""
     stream, begin, example, offset, key = [], [torch.zeros(1, dtype=torch.int64)], [], [], []
-    domain, tokens, examples, domains = [], 0, 0, 0
+    tokens = examples = 0
     for part in parts:
         stream.append(part.stream)
         begin.append(part.begin[1:] + tokens)
         example.append(part.example_of_window + examples)
         offset.append(part.offset_of_window)
         key.append(part.key + tokens)
-        domain.append(part.domain_of_window + domains)
         tokens += len(part.stream)
         examples += int(part.example_of_window.max()) + 1 if len(part.example_of_window) else 0
-        domains += part.num_domains
-    columns = (stream, begin, example, offset, key, domain)
-    return Provenance(*(torch.cat(column) for column in columns))
+    return Provenance(*(torch.cat(column) for column in (stream, begin, example, offset, key)))
 
 
 def owners(provenance: Provenance) -> Tensor:
-    """The example of each window, by what it says: the same for identical examples, of whatever
-    reference set. Shape [W] int64, not 0."""
+    """Return a hash of each window's example: equal for identical examples, also of two reference
+    sets. Shape [W] int64, never 0."""
     parts = provenance.stream.split(provenance.begin.diff().tolist())
     digests: dict[int, hashlib.blake2b] = {}
     for number, tokens in zip(provenance.example_of_window.tolist(), parts, strict=True):
@@ -209,29 +173,29 @@ def owners(provenance: Provenance) -> Tensor:
 
 
 def check_droppable(provenance: Provenance, examples: Collection[int]) -> None:
-    """Refuse examples that cannot go, or that would leave what they say in others."""
+    """Raise ConfigError for examples that cannot be dropped, or whose text other examples repeat."""
     known, gone = set(provenance.example_of_window.tolist()), set(examples)
     if not gone:
-        raise ConfigError("No example to drop was named: give the numbers of some.")
+        raise ConfigError("No example to drop was named. Give the numbers of some.")
     if gone - known:
         raise ConfigError(
             f"The memory has no example {min(gone - known)}: it has {len(known):,}, numbered "
-            f"{min(known)} to {max(known)}. `explain` and the order of the reference set tell them."
+            f"{min(known)} to {max(known)}, in the order of the reference set."
         )
     if gone == known:
         raise ConfigError(
-            f"All {len(known):,} examples would go, and no memory be left: delete it instead."
+            f"Dropping all {len(known):,} examples would leave an empty memory. Delete it instead."
         )
-    twins = _twins(provenance, gone)
+    twins = _find_twins(provenance, gone)
     if twins:
         raise ConfigError(
-            f"Example {twins[0]} says the same as one to drop, word for word: drop it too, or "
-            f"what it says stays in the memory."
+            f"Example {twins[0]} has the same text as one to drop, so the text would stay in the "
+            f"memory. Drop it too."
         )
 
 
-def _twins(provenance: Provenance, examples: Collection[int]) -> list[int]:
-    """Other examples with exactly the tokens of one of `examples`."""
+def _find_twins(provenance: Provenance, examples: Collection[int]) -> list[int]:
+    """Return other examples that have exactly the tokens of one of `examples`."""
     gone = torch.isin(provenance.example_of_window, torch.tensor(sorted(examples)))
     owner = owners(provenance)
     same = torch.isin(owner, owner[gone]) & ~gone

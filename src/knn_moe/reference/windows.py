@@ -1,4 +1,4 @@
-"""From examples to batches: tokens in windows, windows in batches of like length.
+"""From examples to batches: tokens in windows, windows of like length in batches.
 
 Holds the reference set's token ids (some 20 bytes a token), never its keys.
 """
@@ -6,8 +6,8 @@ Holds the reference set's token ids (some 20 bytes a token), never its keys.
 from __future__ import annotations
 
 import array
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final, NamedTuple
 
@@ -18,13 +18,13 @@ from torch import Tensor
 from knn_moe.config import BuildConfig
 from knn_moe.errors import ReferenceSetError
 from knn_moe.reference.examples import Example, tokenise
-from knn_moe.reference.provenance import Provenance
+from knn_moe.reference.provenance import Provenance, owners
 
 _POOL: Final = 4096  # windows sorted by length at a time
 
 
 class Span(NamedTuple):
-    """A run of rows: its first row in the file, its first row in what is written, how many."""
+    """A run of rows: its first row in a file, its first row in what is written, its length."""
 
     row: int
     start: int
@@ -32,7 +32,7 @@ class Span(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """A window: where its tokens begin, how many; where its rows begin, how many."""
+    """Where a window's tokens begin in the stream and how many there are; likewise its rows."""
 
     start: int
     length: int
@@ -41,24 +41,11 @@ class Bounds(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TokenBatch:
-    """Right-padded sequences. Shapes: ids, real, scored [B, T]; `scored`: its next token counts."""
-
-    ids: Tensor
-    real: Tensor
-    scored: Tensor
-    padded: bool
-
-    def to(self, device: torch.device) -> TokenBatch:
-        ids, real, scored = (part.to(device) for part in (self.ids, self.real, self.scored))
-        return TokenBatch(ids, real, scored, self.padded)
-
-
-@dataclass(frozen=True)
 class ReferenceTokens:
-    """The reference set as windows of tokens. Shapes: scored, kept [S] bool.
+    """The reference set as windows of tokens.
 
-    `scored`: the next token counts in the loss. `kept`: the token becomes a case of the memory.
+    Shapes: scored [S] bool, whether the next token counts in the loss; kept [S] bool, whether the
+    token becomes a case of the memory.
     """
 
     provenance: Provenance
@@ -67,7 +54,13 @@ class ReferenceTokens:
 
     @property
     def lengths(self) -> Tensor:
+        """The number of tokens of each window. Shape [W] int64."""
         return self.provenance.begin.diff()
+
+    @cached_property
+    def owners(self) -> Tensor:
+        """A hash of each window's example, never 0. Shape [W] int64."""
+        return owners(self.provenance)
 
     @cached_property
     def bounds(self) -> list[Bounds]:
@@ -77,11 +70,21 @@ class ReferenceTokens:
         columns = (begin[:-1], begin.diff(), rows[:-1], rows.diff())
         return [Bounds(*row) for row in torch.stack(columns, dim=1).tolist()]
 
+    def batches(self, batch_tokens: int, windows: Sequence[int] | None = None) -> Iterator[Batch]:
+        """Yield batches of at most `batch_tokens` tokens, of all windows or of some."""
+        numbers = range(len(self.lengths)) if windows is None else windows
+        for places in plan_batches(self.lengths[list(numbers)], batch_tokens):
+            yield make_batch(self, [numbers[place] for place in places])
+
 
 def read_tokens(
     examples: Iterable[Example], tokenizer: Any, config: BuildConfig, max_length: int
 ) -> ReferenceTokens:
-    """Tokenise every example and cut it into windows of at most `max_length` tokens."""
+    """Tokenise every example and cut it into windows of at most `max_length` tokens.
+
+    Raises:
+        ReferenceSetError: There are no tokens, or none that `config.tokens` keeps.
+    """
     stream, scored = array.array("i"), array.array("b")
     begin, owner, offset = array.array("q", [0]), array.array("i"), array.array("i")
     for number, example in enumerate(examples):
@@ -119,10 +122,10 @@ def _tensor(values: array.array[int], dtype: type[np.signedinteger[Any]]) -> Ten
 
 
 def plan_batches(lengths: Tensor, batch_tokens: int) -> Iterator[list[int]]:
-    """Windows of like length together, so that padding is little and each batch is full.
+    """Group windows of like length, so that padding is little and each batch is full.
 
-    Longest first within a pool: a batch that does not fit in memory fails early. A window longer
-    than `batch_tokens` is a batch of its own.
+    The longest come first within a pool: a batch that does not fit in memory fails early. A window
+    longer than `batch_tokens` is a batch of its own. Shapes: lengths [W] int64.
     """
     for start in range(0, len(lengths), _POOL):
         pool = lengths[start : start + _POOL]
@@ -136,33 +139,60 @@ def plan_batches(lengths: Tensor, batch_tokens: int) -> Iterator[list[int]]:
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Which rows of the memory a batch fills: the `kept` of its B·T tokens (None: all), as places
-    [n] int64, and runs of them as (first row in the memory, first among the kept, how many)."""
+class Batch:
+    """Windows of the reference set, right-padded, and the rows of a memory that they fill.
 
-    kept: Tensor | None
+    Shapes: ids [B, T] int64; real, scored, kept [B, T] bool, see ReferenceTokens; owner [B] int64,
+    a hash of each line's example. Spans tell where the kept tokens' cases lie in the memory.
+    """
+
+    ids: Tensor
+    real: Tensor
+    scored: Tensor
+    kept: Tensor
+    owner: Tensor
     spans: list[Span]
+    padded: bool
+
+    def to(self, device: torch.device) -> Batch:
+        """Move what a forward pass needs to `device`."""
+        ids, real, scored = (part.to(device) for part in (self.ids, self.real, self.scored))
+        return replace(self, ids=ids, real=real, scored=scored)
+
+    @property
+    def attention_mask(self) -> Tensor | None:
+        """The mask to call a model with; None without padding: attention's fastest path."""
+        return self.real.long() if self.padded else None
+
+    @property
+    def token_owner(self) -> Tensor:
+        """The owner of each token, 0 for padding. Shape [B·T] int64."""
+        return (self.owner[:, None] * self.real).flatten()
+
+    @cached_property
+    def kept_places(self) -> Tensor | None:
+        """The places of the kept tokens among all B·T. Shape [n] int64; None: all are kept."""
+        return None if bool(self.kept.all()) else self.kept.flatten().nonzero().flatten()
 
 
-def make_batch(reference: ReferenceTokens, windows: list[int]) -> tuple[TokenBatch, Rows]:
-    """The tokens of `windows`, right-padded, and the rows their cases will fill."""
-    longest = max(reference.bounds[window].length for window in windows)
-    ids = torch.zeros(len(windows), longest, dtype=torch.int64)
-    real, scored, kept = (torch.zeros(len(windows), longest, dtype=torch.bool) for _ in range(3))
-    for line, window in enumerate(windows):
-        start, length, *_ = reference.bounds[window]
+def make_batch(reference: ReferenceTokens, windows: list[int]) -> Batch:
+    """Return the tokens of `windows`, right-padded, with the rows their cases fill."""
+    bounds = [reference.bounds[window] for window in windows]
+    shape = len(windows), max(bound.length for bound in bounds)
+    ids = torch.zeros(shape, dtype=torch.int64)
+    real, scored, kept = (torch.zeros(shape, dtype=torch.bool) for _ in range(3))
+    for line, (start, length, *_) in enumerate(bounds):
         part = slice(start, start + length)
         ids[line, :length] = reference.provenance.stream[part]
         real[line, :length] = True
         scored[line, :length] = reference.scored[part]
         kept[line, :length] = reference.kept[part]
-    places = None if bool(kept.all()) else kept.flatten().nonzero().flatten()
-    batch = TokenBatch(ids, real, scored, not bool(real.all()))
-    return batch, Rows(places, _spans([reference.bounds[window] for window in windows]))
+    owner = reference.owners[windows]
+    return Batch(ids, real, scored, kept, owner, _join_spans(bounds), not bool(real.all()))
 
 
-def _spans(bounds: list[Bounds]) -> list[Span]:
-    """Where each window's rows go; those that follow one another in the memory are one run."""
+def _join_spans(bounds: list[Bounds]) -> list[Span]:
+    """Return where each window's rows go; rows that follow one another are one span."""
     spans: list[Span] = []
     filled = 0
     for bound in bounds:

@@ -1,35 +1,39 @@
-"""Choose how a memory is used, on its own reference set: neighbours, widths, values, layers.
+"""Calibrate a memory on its own reference set: choose neighbours, widths, values and layers.
 
 On one part of the examples the widths of every layer are fitted by gradient, for each number of
-neighbours, with how much is made of what the build changed; then the values. By a second part the
-best of these is chosen; on a third, that had no part in either, it is judged against the model
-alone. A memory that is not significantly better there is told to keep silent (confidence_factor 0).
+neighbours, and with them how much is made of what the build changed; then the values are trained. By
+a second part the best of these trials is chosen. On a third part, which had no part in either, it is
+judged against the model alone. If the memory is not significantly better there, calibration turns it
+off: every confidence factor becomes 0.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from knn_moe.adapt.calibrate.config import CalibrationConfig
-from knn_moe.adapt.calibrate.result import Calibration, Outcome
-from knn_moe.adapt.calibrate.splits import own_reference
-from knn_moe.adapt.calibrate.trials import OnProgress, Trial, Workbench
+from knn_moe.adapt.calibrate.result import Calibration, TrialSummary
+from knn_moe.adapt.calibrate.trials import Calibrator, Trial
 from knn_moe.build.build import reference_tokens
-from knn_moe.errors import CalibrationError, ConfigError, ModelTooLargeError
-from knn_moe.inference.attach import check_belongs
+from knn_moe.config import CalibrationConfig
+from knn_moe.errors import CalibrationError, ConfigError
+from knn_moe.inference.attach import check_belongs, check_free
 from knn_moe.memory.memory import RoutingMemory
 from knn_moe.reference.examples import ExampleLike, iter_examples
 from knn_moe.reference.provenance import owners
 from knn_moe.reference.windows import ReferenceTokens
 from knn_moe.routers.grouped_experts import use_grouped_experts
-from knn_moe.routers.model_state import forget_compiled_graphs
+from knn_moe.routers.model_state import (
+    explain_out_of_memory,
+    forget_compiled_graphs,
+    uncompiled,
+)
+from knn_moe.support.progress import OnProgress, ignore_progress
 
 
 def calibrate(
@@ -40,138 +44,131 @@ def calibrate(
     *,
     tokenizer: Any = None,
     force: bool = False,
-    on_progress: OnProgress = lambda what, done, total: None,
+    on_progress: OnProgress = ignore_progress,
 ) -> Calibration:
-    """How `memory` is best used on `model`, and what it is worth; neither is changed.
+    """Find how `memory` is best used on `model`, and how much it gains. Neither is changed.
 
-    `examples` are the reference set the memory was built from, or others of its kind, read with
-    `tokenizer`; left out, the memory's own tokens are read. Never give test data: what is
-    reported would be what was fitted. Of the memory's routing, layers and index are kept; the
-    similarity becomes RBF, and a gate is left out. Fitted and judged by exact search. `force`: as
-    in `attach`, for a memory of another model of the same shape.
+    Of the memory's routing, layers and index are kept; the similarity becomes RBF, and a gate is
+    left out. Fitted and judged by exact search.
+
+    Args:
+        model: The model that the memory was built for.
+        memory: A memory with keys.
+        examples: The reference set the memory was built from, or others of its kind. None: the
+            memory's own tokens. Never give test data: what is reported would be what was fitted.
+        config: How to calibrate.
+        tokenizer: Reads `examples`.
+        force: As in `attach`.
+        on_progress: Called after each step of a fit.
+
+    Returns:
+        What was found; `apply(memory)` puts it into the memory.
+
+    Raises:
+        CalibrationError: There are too few examples, or they had a part in making the memory.
+        MemoryMismatchError: The memory belongs to another model.
+        ModelTooLargeError: It does not fit in memory.
     """
     started = time.monotonic()
     config = config or CalibrationConfig()
-    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper would trace our hooks
-    _check_no_control(memory)
+    model = uncompiled(model)
+    if memory.manifest.random_seed is not None:
+        raise CalibrationError(
+            "This memory is a control that recalls cases at random. Calibrate the memory it was "
+            "made from."
+        )
+    check_free(model)
     if not force:
         check_belongs(model, memory)
-    reference = _reference(model, memory, examples, tokenizer)
+    reference = _read_reference(model, memory, examples, tokenizer)
     forget_compiled_graphs()
-    with torch.inference_mode(False), use_grouped_experts(model), _fitting_in(memory, config):
-        bench = Workbench(model, memory, reference, config, on_progress)
-        choice = _tried(bench)
-        best = choice.best
-        judged = bench.judge(best)
-        head = bench.choose_head(best) if config.head and judged.better else None
-        last = bench.learn_from_all(best) if judged.better else best.silenced()
-    mixed_in = head.config if head and head.helps else None
+    advice = _out_of_memory_advice(memory, config)
+    with torch.inference_mode(False), use_grouped_experts(model), explain_out_of_memory(advice):
+        calibrator = Calibrator(model, memory, reference, config, on_progress)
+        best, summaries = _choose_trial(calibrator)
+        judged = calibrator.judge(best)
+        head = calibrator.choose_head(best) if config.head and judged.better else None
+        last = calibrator.train_on_all(best) if judged.better else best.turned_off()
     return Calibration(
-        routing=replace(last.routing, head=mixed_in),
+        routing=replace(last.routing, head=head.config if head and head.helps else None),
         judgement=judged,
-        trials=tuple(choice.outcomes),
+        trials=tuple(summaries),
         chosen=best.name,
-        distances=bench.distances(best.routing.k),
+        distances=calibrator.distances(best.routing.k),
         values=last.values,
         update_scale=last.update_scale,
-        learned=last.taught is not None,
+        values_trained=last.training is not None,
         head=head,
         seconds=time.monotonic() - started,
-        seconds_by_part=bench.clock.seconds,
+        seconds_by_part=calibrator.clock.seconds,
     )
 
 
-def _check_no_control(memory: RoutingMemory) -> None:
-    if memory.routing.drawn is not None:
+def _choose_trial(calibrator: Calibrator) -> tuple[Trial, list[TrialSummary]]:
+    """Try widths for the largest K and from there for smaller ones; with the best of them, values;
+    and the memory unchanged. Return the best trial and the numbers of all."""
+    best: Trial | None = None
+    summaries: list[TrialSummary] = []
+
+    def offer(trial: Trial | None) -> Trial | None:
+        nonlocal best
+        if trial is not None:
+            summaries.append(trial.summary())
+            # Only the best trial is kept: each holds values as large as the memory's.
+            if best is None or trial.judgement.loss < best.judgement.loss:
+                best = trial
+        return trial
+
+    *smaller, largest = calibrator.ks
+    first = offer(calibrator.try_widths(largest))
+    for k in reversed(smaller):
+        offer(calibrator.try_widths(k, first))
+    del first
+    if best is not None:
+        fitted = best
+        for rate in calibrator.config.value_rates:
+            offer(calibrator.try_values(fitted, rate))
+    offer(calibrator.try_unchanged())
+    if best is None:
         raise CalibrationError(
-            "This memory is a control, used with cases drawn at random: calibrate the memory it "
-            "was made from."
+            "No way to use this memory gave the model a finite loss: its values or the model may "
+            "overflow. Build it with smaller steps, or use another dtype."
         )
+    return best, summaries
 
 
-def _tried(bench: Workbench) -> _Choice:
-    """Widths for the most neighbours, and from there on for fewer; with the best of them, values;
-    and the memory as it was."""
-    choice = _Choice()
-    *fewer, most = bench.counts
-    first = bench.fit_widths(most)
-    choice.offer(first)
-    for k in reversed(fewer):
-        choice.offer(bench.fit_widths(k, first))
-    del first  # its values take as much room as the best one's
-    fitted = choice.best
-    for rate in bench.config.value_rates:
-        choice.offer(bench.learn_values(fitted, rate))
-    choice.offer(bench.usual())
-    return choice
-
-
-class _Choice:
-    """The best of what was tried; of the others, whose values take as much room, what they came to
-    alone."""
-
-    def __init__(self) -> None:
-        self.outcomes: list[Outcome] = []
-        self._best: Trial | None = None
-
-    def offer(self, trial: Trial | None) -> None:
-        """None: it led nowhere."""
-        if trial is None:
-            return
-        self.outcomes.append(trial.outcome())
-        if self._best is None or trial.judgement.loss < self._best.judgement.loss:
-            self._best = trial
-
-    @property
-    def best(self) -> Trial:
-        if self._best is None:
-            raise CalibrationError(
-                "No way to use this memory gave the model a finite loss: its values or the model "
-                "may overflow. Build it with smaller steps, or use another dtype."
-            )
-        return self._best
-
-
-def _reference(
+def _read_reference(
     model: nn.Module, memory: RoutingMemory, examples: Iterable[ExampleLike] | None, tokenizer: Any
 ) -> ReferenceTokens:
     if examples is None:
-        reference = own_reference(memory)
+        reference = memory.reference_tokens()
     elif tokenizer is None:
-        raise ConfigError("calibrate reads examples with their tokenizer: pass tokenizer=….")
+        raise ConfigError("calibrate needs the tokenizer to read examples: pass tokenizer=….")
     else:
         reference = reference_tokens(model, tokenizer, iter_examples(examples), memory.build)
-    _check_impartial(memory, reference)
+    _check_unseen(memory, reference)
     return reference
 
 
-def _check_impartial(memory: RoutingMemory, reference: ReferenceTokens) -> None:
-    """Examples that had a part in what a memory is now cannot judge it."""
-    if memory.manifest.impartial:
+def _check_unseen(memory: RoutingMemory, reference: ReferenceTokens) -> None:
+    """Raise CalibrationError if examples had a part in choosing the memory's cases or values."""
+    if memory.manifest.examples_can_judge:
         return
-    if torch.isin(owners(reference.provenance), owners(memory.provenance)).any():
+    if torch.isin(reference.owners, owners(memory.provenance)).any():
         how = "was pruned by what its own examples gained from it"
-        if memory.manifest.learned:
-            how = "has values that were fitted to its own examples"
+        if memory.manifest.values_trained:
+            how = "has values that were trained on its own examples"
         raise CalibrationError(
             f"{memory!r} {how}, so they cannot judge it. Calibrate the memory as it was built (or "
             f"pruned by chance), or give other examples."
         )
 
 
-@contextmanager
-def _fitting_in(memory: RoutingMemory, config: CalibrationConfig) -> Iterator[None]:
-    """Running out of memory, said in words."""
-    try:
-        yield
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        exhausted = isinstance(error, torch.OutOfMemoryError | MemoryError)
-        if not exhausted and "can't allocate memory" not in str(error):
-            raise
-        raise ModelTooLargeError(
-            f"Calibrating takes the whole memory ({memory.nbytes / 1e9:,.1f} GB), seven times its "
-            f"values to learn them, and a backward pass of {config.step_tokens:,} tokens beside "
-            f"the model, and they did not fit. Keep the values as they are (--keep-values, "
-            f"value_rates=()), try fewer neighbours (-k), lower step_tokens, or calibrate a memory "
-            f"of fewer examples."
-        ) from None
+def _out_of_memory_advice(memory: RoutingMemory, config: CalibrationConfig) -> str:
+    return (
+        f"Calibration needs the whole memory ({memory.nbytes / 1e9:,.1f} GB), seven times its "
+        f"values to train them, and a backward pass of {config.step_tokens:,} tokens beside the "
+        f"model, and they did not fit. Keep the values as they are (--keep-values, "
+        f"value_rates=()), try fewer neighbours (-k), lower step_tokens, or calibrate a memory of "
+        f"fewer examples."
+    )

@@ -8,15 +8,16 @@ from contextlib import contextmanager
 
 
 class Clock:
-    """Seconds by what was done, in the order in which it was first done."""
+    """Seconds by part, in the order in which the parts were first begun."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     @contextmanager
-    def on(self, what: str) -> Iterator[None]:
+    def measure(self, part: str) -> Iterator[None]:
+        """Add the time inside to `part`."""
         started = time.monotonic()
         try:
             yield
         finally:
-            self.seconds[what] = self.seconds.get(what, 0.0) + time.monotonic() - started
+            self.seconds[part] = self.seconds.get(part, 0.0) + time.monotonic() - started

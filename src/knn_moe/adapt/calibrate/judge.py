@@ -1,4 +1,4 @@
-"""What a memory is worth on examples that nothing was fitted on; every search afresh, and exact.
+"""Judge a memory on examples that nothing was fitted on; every search is done again, and exact.
 
 A token recalls every example but its own: what is judged is the memory as it will be used, but for
 one example.
@@ -6,26 +6,26 @@ one example.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from knn_moe.adapt.calibrate.fit import Cases, losses
-from knn_moe.adapt.calibrate.splits import Reading
 from knn_moe.adapt.calibrate.widths import DivergedError
+from knn_moe.build.optimise import token_losses
 from knn_moe.config import RoutingConfig
-from knn_moe.equations.mixing import confidence, mix_logits, propose_logits
-from knn_moe.recall.recall import layer_widths
+from knn_moe.recall.leave_one_out import Cases, LeaveOneOutRecall
+from knn_moe.recall.neighbours import Recalled, Widths
+from knn_moe.reference.windows import Batch
 from knn_moe.routers.intercept import RouterHook
-from knn_moe.routers.model_state import freeze, install_hooks
+from knn_moe.routers.model_state import freeze, input_device, install_hooks
 from knn_moe.support.statistics import Comparison, paired_bootstrap
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """Losses a token on the same tokens, and the change with its interval, by example."""
+    """The loss per token with the memory and without it, and the change with its interval."""
 
     loss: float
     alone: float
@@ -36,115 +36,102 @@ class Judgement:
 
     @property
     def better(self) -> bool:
-        """Than the model alone, beyond chance."""
+        """Whether the memory is significantly better than the model alone."""
         return self.change.significant and self.change.difference < 0
 
 
-class Recall:
-    """A layer's recall as routing will have it, but for the token's own example."""
+class JudgedRecall(LeaveOneOutRecall):
+    """A layer's recall as `config` has it, which also sums up λ."""
 
     def __init__(self, cases: Cases, config: RoutingConfig) -> None:
-        # A γ that is given is one for all.
-        self.cases = cases if config.gamma is None else replace(cases, ratio=None)
-        self.k = config.k
-        self.widths = layer_widths(cases.gamma, cases.router.layer, config)
-        self.owner = torch.empty(0)
-        self.total = self.tokens = 0.0
+        super().__init__(cases, Widths.of(cases.gamma, cases.router.layer, config), config.k)
+        self.confidence_sum = 0.0
+        self.tokens = 0
 
-    def __call__(self, inputs: Tensor, logits: Tensor) -> Tensor:
-        distance, rows = self.nearest(inputs)
-        proposal = propose_logits(self.cases.values[rows], -self.widths.gamma * distance)
-        confidence_factor = self.widths.confidence_factor * confidence(
-            -self.widths.confidence_gamma * distance
-        )
-        real = (self.owner != 0).to(confidence_factor.device)
-        self.total += float(confidence_factor[real].sum())
+    def recall(self, inputs: Tensor) -> Recalled:
+        recalled = super().recall(inputs)
+        real = (self.owner != 0).to(inputs.device)
+        self.confidence_sum += float(recalled.confidence[real].sum())
         self.tokens += int(real.sum())
-        return mix_logits(logits.float(), proposal, confidence_factor).to(logits.dtype)
-
-    def nearest(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Squared distances and rows [T, K]."""
-        return self.cases.nearest(inputs, self.owner, self.k)
+        return recalled
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """Readings, and what the model alone loses on each line of them, over how many tokens."""
+    """Batches to judge by, and the model alone on them: each line's summed loss and scored tokens.
 
-    readings: Sequence[Reading]
-    alone: list[Tensor]
-    tokens: list[Tensor]
+    Shapes: losses, tokens [lines] fp64, over all batches.
+    """
+
+    batches: Sequence[Batch]
+    losses: Tensor
+    tokens: Tensor
 
     @staticmethod
     @torch.no_grad()
-    def of(model: nn.Module, readings: Sequence[Reading]) -> Baseline:
+    def of(model: nn.Module, batches: Sequence[Batch]) -> Baseline:
+        """Run the model alone."""
         with freeze(model):
-            lines = [losses(model, reading.batch) for reading in readings]
-        return Baseline(readings, [summed for summed, _ in lines], [count for _, count in lines])
+            losses = [line_losses(model, batch) for batch in batches]
+        tokens = [batch.scored.sum(dim=1).double() for batch in batches]
+        return Baseline(batches, torch.cat(losses), torch.cat(tokens))
+
+    def compare(self, losses: Tensor, against: Tensor) -> Comparison:
+        """Compare losses per token, example by example. Shapes: [lines], summed over a line."""
+        ours, theirs, tokens = self.sum_by_example(losses, against, self.tokens)
+        return paired_bootstrap(
+            (ours / tokens).numpy(), (theirs / tokens).numpy(), weights=tokens.numpy()
+        )
+
+    def sum_by_example(self, *columns: Tensor) -> list[Tensor]:
+        """Sum columns [lines] over each example's lines; leave out examples without tokens."""
+        _, place = torch.cat([batch.owner for batch in self.batches]).unique(return_inverse=True)
+        size = int(place.max()) + 1
+        sums = [
+            torch.zeros(size, dtype=torch.float64).index_add(0, place, column.double())
+            for column in (*columns, self.tokens)
+        ]
+        return [column[sums[-1] > 0] for column in sums[:-1]]
+
+
+def line_losses(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the summed loss of each line of a batch. Shape [B] fp32, on the CPU."""
+    return token_losses(model, batch.to(input_device(model))).sum(dim=1).cpu()
 
 
 @torch.no_grad()
 def judge(
-    model: nn.Module,
-    cases: Sequence[Cases],
-    baseline: Baseline,
-    config: RoutingConfig,
-    on_step: Callable[[], None] = lambda: None,
+    model: nn.Module, cases: Sequence[Cases], baseline: Baseline, config: RoutingConfig
 ) -> Judgement:
-    """The model with the memory, as `config` says, against the model alone.
+    """Compare the model with the memory, used as `config` says, with the model alone.
 
-    Raises DivergedError where the memory leads the model to losses that are no numbers.
+    Raises:
+        DivergedError: The losses are not finite.
     """
     recalls = [
-        Recall(each, config)
+        JudgedRecall(each, config)
         for each in cases
         if config.for_layer(each.router.layer).confidence_factor > 0
     ]
-    hooks = [RouterHook(recall.cases.router, recall) for recall in recalls]
-    mixed = []
-    with freeze(model), install_hooks(hooks):
-        for reading in baseline.readings:
+    lines = []
+    with freeze(model), install_hooks([RouterHook(each.cases.router, each) for each in recalls]):
+        for batch in baseline.batches:
             for recall in recalls:
-                recall.owner = reading.owner
-            mixed.append(losses(model, reading.batch)[0])
-            on_step()
-    if not all(bool(part.isfinite().all()) for part in mixed):
+                recall.owner = batch.token_owner
+            lines.append(line_losses(model, batch))
+    losses = torch.cat(lines)
+    if not bool(losses.isfinite().all()):
         raise DivergedError
-    without, with_it, tokens = _by_example(baseline, [baseline.alone, mixed, baseline.tokens])
-    change = _compare(with_it, without, tokens)
+    ours, theirs, tokens = baseline.sum_by_example(losses, baseline.losses, baseline.tokens)
     total = float(tokens.sum())
     return Judgement(
-        loss=float(with_it.sum()) / total,
-        alone=float(without.sum()) / total,
-        change=change,
+        loss=float(ours.sum()) / total,
+        alone=float(theirs.sum()) / total,
+        change=baseline.compare(losses, baseline.losses),
         examples=len(tokens),
         tokens=int(total),
         mean_confidence={
-            recall.cases.router.layer: recall.total / max(recall.tokens, 1) for recall in recalls
+            recall.cases.router.layer: recall.confidence_sum / max(recall.tokens, 1)
+            for recall in recalls
         },
     )
-
-
-def compare_by_example(baseline: Baseline, with_it: Tensor, without: Tensor) -> Comparison:
-    """The change of the loss a token. Shapes: with_it, without [lines], summed over a line."""
-    columns = _by_example(baseline, [[with_it], [without], baseline.tokens])
-    return _compare(*columns)
-
-
-def _compare(with_it: Tensor, without: Tensor, tokens: Tensor) -> Comparison:
-    """Shapes: [examples] each, summed losses and tokens."""
-    return paired_bootstrap(
-        (with_it / tokens).numpy(), (without / tokens).numpy(), weights=tokens.numpy()
-    )
-
-
-def _by_example(baseline: Baseline, columns: list[list[Tensor]]) -> list[Tensor]:
-    """Sums over each example's lines; examples of no tokens, the last column, are left out."""
-    examples = torch.cat([reading.example for reading in baseline.readings])
-    _, place = examples.unique(return_inverse=True)
-    size = int(place.max()) + 1
-    sums = [
-        torch.zeros(size, dtype=torch.float64).index_add(0, place, torch.cat(column).double())
-        for column in columns
-    ]
-    return [column[sums[-1] > 0] for column in sums]

@@ -1,4 +1,4 @@
-"""What a calibration found, and what it is worth: to be read, applied and written down."""
+"""What a calibration found and how much it gains: to be read, applied and written down."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 from torch import Tensor
 
 from knn_moe.adapt.calibrate.judge import Judgement
-from knn_moe.adapt.calibrate.language_head import HeadFound
+from knn_moe.adapt.calibrate.language_head import HeadChoice
 from knn_moe.config import BuildConfig, RoutingConfig
 from knn_moe.memory.memory import RoutingMemory
 from knn_moe.memory.writer import reseal
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """One way to use the memory, and the loss a token on the examples to choose by."""
+class TrialSummary:
+    """One way to use the memory, and its loss per token on the examples to choose by."""
 
     name: str
     loss: float
@@ -29,14 +29,15 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to find better logits, and the sample's loss a token when they are recalled."""
+    """A way to find better logits, and the sample's loss per token when they are recalled."""
 
     gradient: str
     learning_rate: float
     steps: int
     loss: float = float("nan")
 
-    def of(self, base: BuildConfig) -> BuildConfig:
+    def apply(self, base: BuildConfig) -> BuildConfig:
+        """Return `base` with this candidate's η, S and gradient."""
         return replace(
             base, gradient=self.gradient, learning_rate=self.learning_rate, steps=self.steps
         )
@@ -44,8 +45,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Distances:
-    """From a layer's inputs to the nearest and to the last case recalled, of other examples: the
-    mean of γ d²."""
+    """The mean γ d² from a layer's inputs to the nearest and to the last neighbour recalled."""
 
     nearest: float
     last: float
@@ -53,28 +53,28 @@ class Distances:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What was chosen, and what it is worth on examples that had no part in the choice."""
+    """What was chosen, and how much it gains on examples that had no part in the choice."""
 
     routing: RoutingConfig
     judgement: Judgement
-    trials: tuple[Outcome, ...]
-    chosen: str  # its name among the trials
+    trials: tuple[TrialSummary, ...]
+    chosen: str  # the name of one of the trials
     distances: Mapping[int, Distances]  # by layer
-    values: Mapping[int, Tensor] | None  # by layer [M, N]; None: as they were
+    values: Mapping[int, Tensor] | None  # by layer [M, N]; None: as the memory has them
     update_scale: Mapping[int, float]  # by layer: how much is made of what the build changed
-    learned: bool  # whether values learned from those who recall them
+    values_trained: bool
     seconds: float
     seconds_by_part: Mapping[str, float]
-    head: HeadFound | None = None  # the likeliest, where one was asked for; used if it helps
-    targets: tuple[Candidate, ...] = ()  # the one taken first, where the build chose among some
+    head: HeadChoice | None = None  # the likeliest, where one was wanted; used if it helps
+    targets: tuple[Candidate, ...] = ()  # the chosen one first, where the build chose among some
 
     @property
     def helps(self) -> bool:
-        """Whether the memory was better than the model alone, beyond chance."""
+        """Whether the memory was significantly better than the model alone."""
         return self.judgement.better
 
     def report(self) -> dict[str, Any]:
-        """What it is worth and how that was found, for a memory's config."""
+        """Return the findings as a memory's config keeps them."""
         judged = asdict(self.judgement)
         by_layer = judged.pop("mean_confidence")
         return {
@@ -84,32 +84,31 @@ class Calibration:
             "chosen": self.chosen,
             "trials": [asdict(trial) for trial in self.trials],
             "distances": {str(layer): asdict(one) for layer, one in self.distances.items()},
-            "update_scale": {
-                str(layer): round(value, 4) for layer, value in self.update_scale.items()
-            },
-            "values_learned": self.learned,
+            "update_scale": {str(layer): round(x, 4) for layer, x in self.update_scale.items()},
+            "values_trained": self.values_trained,
             "head": asdict(self.head) if self.head else None,
             "targets": [asdict(target) for target in self.targets],
             "seconds": round(self.seconds, 1),
-            "seconds_by_part": {what: round(s, 2) for what, s in self.seconds_by_part.items()},
+            "seconds_by_part": {part: round(s, 2) for part, s in self.seconds_by_part.items()},
         }
 
     def apply(self, memory: RoutingMemory) -> RoutingMemory:
-        """`memory`, used in this way, with the values that were found for it."""
+        """Return `memory` with the routing and the values that were found for it."""
         manifest = replace(memory.manifest, routing=self.routing, calibration=self.report())
         if self.values is None:
             return replace(memory, manifest=manifest)
-        manifest = replace(manifest, learned=True)
         layers = {
             index: replace(layer, values=self.values.get(index, layer.values))
             for index, layer in memory.full_layers().items()
         }
-        # What lies in the memory's folder is not what this one holds.
+        manifest = replace(manifest, values_trained=True)
+        # The memory's folder does not hold what this one holds.
         return replace(memory, manifest=manifest, layers=layers, folder=None)
 
 
 def write_calibrated(memory: RoutingMemory, folder: Path) -> RoutingMemory:
-    """Into the folder it was opened from: the manifest alone, or all of it where values changed."""
+    """Write a calibrated memory to the folder it was opened from: the manifest alone, or all of it
+    where values changed."""
     if memory.folder is None:
         memory.save_pretrained(folder, overwrite=True)
     else:

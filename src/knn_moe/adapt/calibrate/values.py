@@ -1,11 +1,10 @@
-"""Let each case's logits learn from the tokens that recall it.
+"""Train each case's values on the tokens that recall it.
 
-Building makes a token's own loss small (§4.1), and nobody recalls a case in its own place. Here
-the logits descend the others' loss: that of tokens of other examples, routed by what they recall.
-What only one token wanted averages out; what all of them lack is added. By Adam, whose steps are of
-one size for all models: a case is recalled by few tokens or by many, and slopes are small or large.
-The widths are fitted along. Slopes go through the experts they went through in the build: all of
-them (dense), or those that were chosen.
+Building makes a token's own loss small (§4.1), but nobody recalls a case in its own place. Here the
+values descend the loss of tokens of other examples, routed by what they recall: what only one token
+wanted averages out, what all of them lack is added. Trained by Adam, whose steps have one size for
+all models, however often a case is recalled. The widths are fitted along. Gradients go through the
+experts they went through in the build: all of them (dense), or those that were chosen.
 """
 
 from __future__ import annotations
@@ -17,53 +16,60 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import nn
 
-from knn_moe.adapt.calibrate.fit import Cases, Studied, mixing, places, recalled_loss
+from knn_moe.adapt.calibrate.fit import (
+    FitCases,
+    FitData,
+    batch_order,
+    install_fitted_recall,
+    mean_loss,
+)
 from knn_moe.adapt.calibrate.widths import DivergedError, WidthParameters
 from knn_moe.config import LayerRouting, RoutingConfig
 from knn_moe.routers.model_state import freeze
 
 _WIDTH_RATE: Final = 0.03  # of Adam, falling to 0
-_BETAS, _SMALLEST = (0.9, 0.99), 1e-12  # a value's slope of the mean loss may be as small as 1e-8
+_BETAS, _SMALLEST = (0.9, 0.99), 1e-12  # a value's gradient may be as small as 1e-8
 
 
-class Learning(NamedTuple):
-    """So many `passes` over the readings; `rate`: of Adam, falling to 0."""
+class ValueTraining(NamedTuple):
+    """How values are trained: passes over the batches, Adam's rate (falling to 0), gradient."""
 
     passes: int
     rate: float
     gradient: str
 
 
-def learn_values(
+def train_values(
     model: nn.Module,
-    cases: Sequence[Cases],
-    studied: Studied,
+    cases: Sequence[FitCases],
+    data: FitData,
     start: RoutingConfig,
-    how: Learning,
+    training: ValueTraining,
     on_step: Callable[[], None] = lambda: None,
-) -> tuple[tuple[LayerRouting, ...], list[Cases]]:
-    """Return the fitted widths and the cases with trained values. Raises DivergedError if the fit
-    diverges."""
-    device = cases[0].router.device
-    steps = how.passes * len(studied.readings)
-    rates = _WIDTH_RATE, how.rate
+) -> tuple[tuple[LayerRouting, ...], list[FitCases]]:
+    """Return the fitted widths and the cases with trained values.
+
+    Raises:
+        DivergedError: The training diverged.
+    """
+    steps = training.passes * len(data.batches)
+    rates = _WIDTH_RATE, training.rate
     with freeze(model), torch.enable_grad():
-        learning = [replace(each, values=each.values.clone().requires_grad_()) for each in cases]
+        trained = [replace(each, values=each.values.clone().requires_grad_()) for each in cases]
         gammas = {each.router.layer: each.gamma for each in cases}
-        widths = WidthParameters(gammas, device, start.per_layer)
-        values = [each.values for each in learning]
-        groups: list[dict[str, Any]] = [{"params": [widths.raw]}, {"params": values}]
+        parameters = WidthParameters(gammas, cases[0].router.device, start.per_layer)
+        values = [each.values for each in trained]
+        groups: list[dict[str, Any]] = [{"params": [parameters.raw]}, {"params": values}]
         adam = torch.optim.Adam(groups, betas=_BETAS, eps=_SMALLEST)
-        dense = model if how.gradient == "dense" else None
-        with mixing(learning, widths, start.k, dense) as mixes:
-            for step, place in enumerate(places(len(studied.readings), steps)):
-                summed, count = recalled_loss(model, mixes, studied, place)
+        dense = model if training.gradient == "dense" else None
+        with install_fitted_recall(trained, parameters, start.k, dense) as recalls:
+            for step, place in enumerate(batch_order(len(data.batches), steps)):
                 adam.zero_grad()
-                (summed / count).backward()
+                mean_loss(model, recalls, data, place).backward()
                 for group, most in zip(adam.param_groups, rates, strict=True):
                     group["lr"] = most * (1 - step / steps)
                 adam.step()
                 on_step()
-    if not all(bool(each.values.isfinite().all()) for each in learning):
+    if not all(bool(each.values.isfinite().all()) for each in trained):
         raise DivergedError
-    return widths.found(), [replace(each, values=each.values.detach()) for each in learning]
+    return parameters.read(), [replace(each, values=each.values.detach()) for each in trained]

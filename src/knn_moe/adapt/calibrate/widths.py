@@ -1,7 +1,7 @@
 """Widths to fit: for every layer a width to weigh neighbours by, one to take λ by, and λ's factor;
-and how much is made of what the build changed, an η for each layer that is chosen afterwards.
+and how much is made of what the build changed, which is an η chosen afterwards for each layer.
 
-As logarithms and a logit, whose gradients know no bounds. Pure torch but for the configs.
+Kept as logarithms and a logit, whose gradients have no bounds.
 """
 
 from __future__ import annotations
@@ -14,77 +14,85 @@ import torch
 from torch import Tensor, nn
 
 from knn_moe.config import LayerRouting
-from knn_moe.equations.mixing import confidence, mix_logits, propose_logits
+from knn_moe.recall.neighbours import Widths
 
 START: Final = {"gamma_scale": 1.0, "confidence_scale": 0.1, "confidence_factor": 0.9}
 _DIGITS: Final = 6
-_LEAST: Final = 1e-6  # that a confidence_factor is from 0 and 1, whose logits have no slope
+_LEAST: Final = 1e-6  # distance of a factor from 0 and 1, where its logit has no slope
 
 
 class DivergedError(ArithmeticError):
-    """A fit went to where numbers end: what it was trying is no use."""
+    """The fit diverged: parameters or losses are not finite."""
 
 
 class WidthParameters(nn.Module):
-    """Of all layers at once. `gammas`: each layer's own γ, which the widths are relative to."""
+    """The widths of all layers as parameters.
+
+    Args:
+        gammas: Each layer's own γ, which the widths are relative to.
+        device: Where the parameters are.
+        start: Where to start; other layers start at START.
+    """
 
     def __init__(
         self,
         gammas: Mapping[int, float],
         device: torch.device,
-        start: Iterable[LayerRouting] | None = None,
+        start: Iterable[LayerRouting] = (),
     ) -> None:
         super().__init__()
         self.gammas = gammas
         self.place = {layer: place for place, layer in enumerate(gammas)}
-        given = {kernel.layer: kernel for kernel in start or ()}
+        given = {one.layer: one for one in start}
         usual = {layer: LayerRouting(layer=layer, **START) for layer in gammas}
-        raw = [_raw(given.get(layer, usual[layer])) for layer in gammas]
+        raw = [_to_raw(given.get(layer, usual[layer])) for layer in gammas]
         # [layers, 3]: the widths' logarithms and the factor's logit; [layers]: a logarithm.
         self.raw = nn.Parameter(torch.tensor(raw).to(device))
-        self.update_scale = nn.Parameter(torch.zeros(len(gammas), device=device))
+        self.log_update_scale = nn.Parameter(torch.zeros(len(gammas), device=device))
 
-    def mix(self, layer: int, squared_distance: Tensor, values: Tensor, logits: Tensor) -> Tensor:
-        """§4.2, with gradients for the widths.
-
-        Shapes: squared_distance [T, K]; values [T, K, N]; logits [T, N] → [T, N].
-        """
-        weight, wide, confidence_factor = self.raw[self.place[layer]].to(logits.device)
+    def widths(self, layer: int, device: torch.device) -> Widths:
+        """Return the widths of a layer, with gradients."""
+        weight, wide, factor = self.raw[self.place[layer]].to(device)
         gamma = self.gammas[layer]
-        proposal = propose_logits(values, -gamma * weight.exp() * squared_distance)
-        mean = confidence(-gamma * wide.exp() * squared_distance)
-        return mix_logits(logits.float(), proposal, confidence_factor.sigmoid() * mean).to(
-            logits.dtype
-        )
+        return Widths(gamma * weight.exp(), gamma * wide.exp(), factor.sigmoid())
 
-    def rescaled(self, layer: int, values: Tensor, own: Tensor) -> Tensor:
-        """`values` farther from, or nearer to, the router's `own` for the same inputs. [..., N]."""
-        return own + self.update_scale[self.place[layer]].exp().to(values.device) * (values - own)
+    def update_scale(self, layer: int) -> Tensor:
+        """Return how much is made of what the build changed. Shape []."""
+        return self.log_update_scale[self.place[layer]].exp()
 
-    def found(self) -> tuple[LayerRouting, ...]:
-        """As they are now. Raises DivergedError where a fit has led nowhere."""
-        if not bool(self.raw.isfinite().all() and self.update_scale.isfinite().all()):
+    def rescale(self, layer: int, values: Tensor, own: Tensor) -> Tensor:
+        """Move `values` away from, or towards, the router's own logits. Shapes: [..., N]."""
+        return own + self.update_scale(layer).to(values.device) * (values - own)
+
+    def read(self) -> tuple[LayerRouting, ...]:
+        """Return the widths as they are now.
+
+        Raises:
+            DivergedError: They are not finite.
+        """
+        if not bool(self.raw.isfinite().all() and self.log_update_scale.isfinite().all()):
             raise DivergedError
-        numbers = torch.stack(
-            [self.raw[:, 0].exp(), self.raw[:, 1].exp(), self.raw[:, 2].sigmoid()], dim=1
-        )
+        columns = [self.raw[:, 0].exp(), self.raw[:, 1].exp(), self.raw[:, 2].sigmoid()]
+        rows = torch.stack(columns, dim=1).tolist()
         return tuple(
             LayerRouting(
                 layer=layer,
-                gamma_scale=float(f"{weight:.{_DIGITS}g}"),
-                confidence_scale=float(f"{wide:.{_DIGITS}g}"),
-                confidence_factor=float(f"{confidence_factor:.{_DIGITS}g}"),
+                gamma_scale=_round(weight),
+                confidence_scale=_round(wide),
+                confidence_factor=_round(factor),
             )
-            for layer, (weight, wide, confidence_factor) in zip(
-                self.gammas, numbers.tolist(), strict=True
-            )
+            for layer, (weight, wide, factor) in zip(self.gammas, rows, strict=True)
         )
 
 
-def _raw(start: LayerRouting) -> list[float]:
-    confidence_factor = min(max(start.confidence_factor, _LEAST), 1 - _LEAST)
+def _round(number: float) -> float:
+    return float(f"{number:.{_DIGITS}g}")
+
+
+def _to_raw(start: LayerRouting) -> list[float]:
+    factor = min(max(start.confidence_factor, _LEAST), 1 - _LEAST)
     return [
         math.log(start.gamma_scale),
         math.log(start.confidence_scale),
-        math.log(confidence_factor / (1 - confidence_factor)),
+        math.log(factor / (1 - factor)),
     ]

@@ -1,77 +1,77 @@
-"""What each case is worth to the model: how much lower the loss of other examples is for it.
+"""Score each case by how much lower the loss of other examples is because of it.
 
-The reference set is read with the memory attached, each token's own example left out. Where case i
-is recalled with weight w_i at confidence λ, the mixed logits hold λ w_i (v_i - r) of it, r being
-the router's own. Times the slope of the loss in the mixed logits, that is to first order what the
-loss would lose with r in the case's place. One backward pass serves all layers and cases; the other
-layers' logits are held as they are, as when the memory was built.
+The reference set is read with the memory on, each token's own example left out. Where case i is
+recalled with weight w_i at confidence λ, the mixed logits contain λ w_i (v_i - r) of it, r being the
+router's own logits. Times the gradient of the loss in the mixed logits, that is to first order what
+the loss would lose if r stood in the case's place. One backward pass serves all layers and cases; the
+other layers' logits are held as they are, as when the memory was built.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from knn_moe.adapt.calibrate.splits import Reading
-from knn_moe.adapt.prune.recalled import Layer, Recalled, Sums
 from knn_moe.build.optimise import summed_loss
-from knn_moe.equations.mixing import mix_logits
 from knn_moe.errors import RouterNotCalledError
-from knn_moe.routers.find import Router
+from knn_moe.recall.leave_one_out import LeaveOneOutRecall
+from knn_moe.recall.neighbours import Neighbours, Recalled
+from knn_moe.reference.windows import Batch
 from knn_moe.routers.grouped_experts import use_grouped_experts
 from knn_moe.routers.intercept import RouterHook
 from knn_moe.routers.model_state import freeze, input_device, install_hooks
 
 
-class _Mix:
-    """One layer, mixing as it would be attached; remembers what it mixed, for the slope."""
+class ScoredRecall(LeaveOneOutRecall):
+    """Recalls as it would be attached, with the mixed logits as a leaf that takes a gradient."""
 
-    def __init__(self, router: Router, layer: Layer) -> None:
-        self.router = router
-        self.layer = layer
-        self.owner = torch.empty(0)
-        self.leaf: Tensor | None = None
-        self._found: tuple[Recalled, Tensor] | None = None
+    leaf: Tensor | None = None
+    _call: tuple[Neighbours, Recalled, Tensor]
 
     def __call__(self, inputs: Tensor, logits: Tensor) -> Tensor:
         with torch.no_grad():
-            found = self.layer.recall(inputs, self.owner)
+            near = self.nearest(inputs)
+            recalled = self.cases.weigh(near, self.widths)
             own = logits.detach().float()
-            mixed = mix_logits(own, found.proposal, found.confidence_factor)
-        self._found = found, own
+            mixed = recalled.mix(own)
+        self._call = near, recalled, own
         self.leaf = mixed.requires_grad_()
         return self.leaf.to(logits.dtype)
 
-    def called(self) -> Tensor:
-        """The mixed logits, as a leaf."""
+    def called_leaf(self) -> Tensor:
+        """Return the mixed logits of the last call."""
         if self.leaf is None:
             raise RouterNotCalledError(
-                f"Router {self.router.name!r} was never called, so its cases cannot be judged. A "
-                f"fused block may go around it: load the model without it."
+                f"Router {self.cases.router.name!r} was never called, so its cases cannot be "
+                f"scored. A fused block may bypass it: load the model without it."
             )
         return self.leaf
 
-    def count(self, slope: Tensor | None, sums: Sums) -> None:
-        if slope is None or self._found is None:
-            return
-        found, own = self._found
-        sums.add(found.rows, found.brought(slope, own) * found.confidence_factor[:, None])
+    def add_gains(self, gradient: Tensor, scores: Tensor) -> None:
+        """Add what each recalled case takes off the loss. Shapes: [T, N]; scores [M] fp64."""
+        near, recalled, own = self._call
+        moved = recalled.values - own[:, None]
+        gains = -(moved * gradient[:, None]).sum(dim=-1) * recalled.weights
+        gains = gains * recalled.confidence[:, None]
+        scores.index_add_(0, near.rows.flatten().cpu(), gains.flatten().double().cpu())
 
 
-def worth_by_loss(
+def score_by_loss(
     model: nn.Module,
-    routers: Sequence[Router],
-    layers: Mapping[int, Layer],
-    readings: Sequence[Reading],
+    recalls: Sequence[ScoredRecall],
+    batches: Sequence[Batch],
     on_step: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """In nats, summed over tokens and layers. Shape [M] fp64."""
-    mixes = [_Mix(router, layers[router.layer]) for router in routers]
-    sums = Sums(len(next(iter(layers.values())).owner))
+    """Return each case's gain in nats, summed over tokens and layers. Shape [M] fp64.
+
+    Raises:
+        RouterNotCalledError: The model bypasses a router.
+    """
+    scores = torch.zeros(len(recalls[0].cases.owner), dtype=torch.float64)
     device = input_device(model)
-    hooks = [RouterHook(mix.router, mix) for mix in mixes]
+    hooks = [RouterHook(recall.cases.router, recall) for recall in recalls]
     with (
         freeze(model),
         use_grouped_experts(model),
@@ -79,13 +79,14 @@ def worth_by_loss(
         torch.enable_grad(),
         install_hooks(hooks),
     ):
-        for reading in readings:
-            for mix in mixes:
-                mix.owner = reading.owner
-            loss = summed_loss(model, reading.batch.to(device))
-            leaves = [mix.called() for mix in mixes]
-            slopes = torch.autograd.grad(loss, leaves, allow_unused=True)
-            for mix, slope in zip(mixes, slopes, strict=True):
-                mix.count(slope, sums)
+        for batch in batches:
+            for recall in recalls:
+                recall.owner = batch.token_owner
+            loss = summed_loss(model, batch.to(device))
+            leaves = [recall.called_leaf() for recall in recalls]
+            gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
+            for recall, gradient in zip(recalls, gradients, strict=True):
+                if gradient is not None:
+                    recall.add_gains(gradient, scores)
             on_step()
-    return sums.total
+    return scores

@@ -1,0 +1,73 @@
+"""Recall among the cases of other examples: what calibration and pruning measure a memory by.
+
+A token recalls every example but its own, as the tokens of a new text would. Searches are exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from knn_moe.equations.similarity import SIMILARITIES, Similarity
+from knn_moe.index.leave_one_out import nearest_others
+from knn_moe.recall.neighbours import Neighbours, Recalled, Widths, weigh
+from knn_moe.routers.find import Router
+
+
+@dataclass(frozen=True)
+class Cases:
+    """One layer's cases and the router that recalls them.
+
+    Keys and values may be mapped files: a search reads a block of keys at a time, and the values of
+    the cases it finds. Shapes: keys [M, d], prepared for the similarity; values [M, N]; owner [M]
+    int64, a hash of each case's example.
+    """
+
+    router: Router
+    keys: Tensor
+    values: Tensor
+    owner: Tensor
+    gamma: float
+    similarity: Similarity = SIMILARITIES["rbf"]
+
+    def nearest(self, inputs: Tensor, owner: Tensor, k: int) -> Neighbours:
+        """Find the k nearest cases of other examples.
+
+        Shapes: inputs [T, d]; owner [T] int64, of the tokens. Distances are where the inputs are,
+        rows where the keys are.
+        """
+        queries = self.similarity.prepare(inputs.to(self.keys.dtype))
+        labels = [(owner.to(inputs.device), self.owner)]
+        return Neighbours(*nearest_others(queries, self.keys, labels, k, inputs.device))
+
+    def weigh(self, near: Neighbours, widths: Widths) -> Recalled:
+        """Weigh neighbours and take λ from them."""
+        distance = near.squared_distance
+        values = self.values[near.rows].to(distance.device)
+        return weigh(distance, values, widths, self.similarity)
+
+
+class LeaveOneOutRecall:
+    """A router callback that mixes in what the cases of other examples propose.
+
+    `owner` [T] is to be set before each batch: the example of each token, 0 for padding.
+    """
+
+    def __init__(self, cases: Cases, widths: Widths, k: int) -> None:
+        self.cases = cases
+        self.widths = widths
+        self.k = k
+        self.owner = torch.empty(0, dtype=torch.int64)
+
+    def __call__(self, inputs: Tensor, logits: Tensor) -> Tensor:
+        return self.recall(inputs).mix(logits)
+
+    def recall(self, inputs: Tensor) -> Recalled:
+        """Recall the cases of other examples. Shapes: inputs [T, d]."""
+        return self.cases.weigh(self.nearest(inputs), self.widths)
+
+    def nearest(self, inputs: Tensor) -> Neighbours:
+        """Find the neighbours that are weighed. Shapes: inputs [T, d]."""
+        return self.cases.nearest(inputs, self.owner, self.k)

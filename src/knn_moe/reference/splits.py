@@ -1,0 +1,117 @@
+"""The parts of a reference set that a memory is calibrated on: to fit, to choose and to judge by.
+
+Split by example, identical examples together. Within a part a token may recall any example but its
+own, as the tokens of a new text would.
+
+Knows token ids and windows; nothing of models.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from knn_moe.config import CalibrationConfig
+from knn_moe.errors import CalibrationError
+from knn_moe.reference.windows import Batch, ReferenceTokens
+
+LEAST_EXAMPLES: Final = 24
+_LEAST_JUDGED: Final = 6  # that all of six examples gain by chance has a probability of 1 in 64
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some windows of a reference set."""
+
+    reference: ReferenceTokens
+    windows: list[int]
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens, padding not counted."""
+        return int(self.reference.lengths[self.windows].sum())
+
+    def batches(self, batch_tokens: int) -> Iterator[Batch]:
+        """Yield the windows in batches of at most `batch_tokens` tokens."""
+        return self.reference.batches(batch_tokens, self.windows)
+
+    def first(self, most_tokens: int) -> Part:
+        """Keep windows from the front, `most_tokens` tokens of them or as few as there must be."""
+        lengths = self.reference.lengths[self.windows]
+        inside = lengths.cumsum(0) - lengths < most_tokens
+        inside[:_LEAST_JUDGED] = True
+        windows = [window for window, kept in zip(self.windows, inside, strict=True) if kept]
+        return replace(self, windows=windows)
+
+
+class Splits(NamedTuple):
+    """Three parts that have no example in common, and the second and third of them together."""
+
+    fit: Part
+    choose: Part
+    judge: Part
+    held_out: Part
+
+
+def split(reference: ReferenceTokens, config: CalibrationConfig) -> Splits:
+    """Hold out a share of the examples to choose by, another to judge by, and fit on the rest.
+
+    A part takes windows that have a scored token, one of each example before the second of any,
+    up to the number of tokens in the config.
+
+    Raises:
+        CalibrationError: There are too few examples.
+    """
+    owner = reference.owners
+    examples = owner.unique()
+    if len(examples) < LEAST_EXAMPLES:
+        raise CalibrationError(
+            f"Calibration needs {LEAST_EXAMPLES} different examples to fit, choose and judge by; "
+            f"the memory has {len(examples)}. Add examples, or use a preset."
+        )
+    generator = torch.Generator().manual_seed(config.seed)
+    order = torch.randperm(len(examples), generator=generator)
+    count = max(_LEAST_JUDGED, round(config.held_out * len(examples)))
+    choose, judge = (torch.isin(owner, examples[part]) for part in order.split(count)[:2])
+    share = 2 * config.held_out
+    held_out_tokens = round(config.fit_tokens * share / (1 - share))
+    return Splits(
+        _draw(reference, ~(choose | judge), config.fit_tokens, generator),
+        _draw(reference, choose, config.judge_tokens, generator),
+        _draw(reference, judge, config.judge_tokens, generator),
+        _draw(reference, choose | judge, held_out_tokens, generator),
+    )
+
+
+def _draw(
+    reference: ReferenceTokens, wanted: Tensor, most_tokens: int, generator: torch.Generator
+) -> Part:
+    """Draw windows at random. Shapes: wanted [W] bool."""
+    lengths = reference.lengths.tolist()
+    scored = torch.tensor([bool(part.any()) for part in reference.scored.split(lengths)])
+    windows = (wanted & scored).nonzero().flatten()
+    windows = windows[torch.randperm(len(windows), generator=generator)]
+    owner = reference.owners[windows]
+    if len(owner.unique()) < _LEAST_JUDGED:
+        raise CalibrationError(
+            f"Each part of the reference set needs {_LEAST_JUDGED} examples with a token to "
+            f"predict, and one has {len(owner.unique())}. Use more or longer examples, hold out "
+            f"less, or use a preset."
+        )
+    windows = windows[_count_earlier(owner).argsort(stable=True)]
+    return Part(reference, windows.tolist()).first(most_tokens)
+
+
+def _count_earlier(owner: Tensor) -> Tensor:
+    """Count how often each entry has come before. Shapes: [n] → [n] int64."""
+    seen: Counter[int] = Counter()
+    earlier = []
+    for each in owner.tolist():
+        earlier.append(seen[each])
+        seen[each] += 1
+    return torch.tensor(earlier, dtype=torch.int64)
