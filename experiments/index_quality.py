@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Final
 
 import torch
-from knn_moe.recall.recall import RouterCall
 from torch import Tensor
 
 from common import (
@@ -31,6 +30,7 @@ from common import (
 from knn_moe import attach
 from knn_moe.index import ExactIndex, IndexConfig
 from knn_moe.inference.attach import Routing
+from knn_moe.recall.layer import RouterCall
 
 EXACT: Final = "exact"
 INDEXES: Final = {

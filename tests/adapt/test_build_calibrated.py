@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from knn_moe.adapt.calibrate.splits import Slice, own_reference, split
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from conftest import BUILD, family
@@ -26,7 +27,6 @@ from knn_moe.adapt.calibrate.build_calibrated import build_calibrated
 from knn_moe.adapt.calibrate.fit import Studied, find_neighbours
 from knn_moe.adapt.calibrate.judge import Baseline, judge
 from knn_moe.adapt.calibrate.result import Calibration, Candidate
-from knn_moe.adapt.calibrate.splits import Slice, own_reference, split
 from knn_moe.adapt.calibrate.targets import CONFIDENCE_FACTORS, RATES, choose_targets, ranked
 from knn_moe.adapt.calibrate.trials import Workbench
 from knn_moe.adapt.calibrate.values import learn_values

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from knn_moe.adapt.calibrate.splits import own_reference, split
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from conftest import BUILD, make_texts
@@ -16,7 +17,6 @@ from helpers.commands import knn_moe
 from knn_moe import HeadConfig, RoutingMemory, attach, build_memory, calibrate
 from knn_moe.adapt.calibrate.language_head import KS, Told, likeliest, tell
 from knn_moe.adapt.calibrate.result import Calibration
-from knn_moe.adapt.calibrate.splits import own_reference, split
 from knn_moe.reference.provenance import owners
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from knn_moe.recall.recall import Widths
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -39,7 +40,6 @@ from knn_moe.index import ExactIndex
 from knn_moe.memory.compressed import CompressedLayer, IndexQuality
 from knn_moe.memory.gamma import Gammas
 from knn_moe.memory.memory import LayerMemory
-from knn_moe.recall.recall import Widths
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from knn_moe.recall.recall import LayerRecall, Widths, layer_widths
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -37,7 +38,6 @@ from knn_moe.explain.trace import trace
 from knn_moe.index.fast.grid import principal_axes
 from knn_moe.inference.attach import Routing
 from knn_moe.memory.gamma import Gammas
-from knn_moe.recall.recall import LayerRecall, Widths, layer_widths
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,8 @@ from knn_moe.errors import ConfigError, MemoryFormatError
 from knn_moe.index import ExactIndex, KeyIndex
 from knn_moe.index.exact import squared_distance
 from knn_moe.memory.compressed import CompressedLayer, IndexQuality
-from knn_moe.memory.memory import LayerMemory, RoutingMemory
+from knn_moe.memory.layers import LayerMemory
+from knn_moe.memory.memory import RoutingMemory
 from knn_moe.memory.writer import write_layers
 from knn_moe.recall.layer import layer_gamma, name_values, open_layer, rows_of
 from knn_moe.recall.neighbours import Neighbours, Widths, confidence_of

@@ -14,10 +14,10 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from knn_moe.reference.windows import Batch
-from knn_moe.errors import BuildError
 from knn_moe.build.optimise import OptimisedLayer
+from knn_moe.errors import BuildError
 from knn_moe.memory.writer import MemoryWriter
+from knn_moe.reference.windows import Batch
 
 
 class BackgroundWriter:

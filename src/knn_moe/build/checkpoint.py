@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from knn_moe.errors import BuildError
-from knn_moe.memory.manifest import MemoryManifest
-from knn_moe.reference.provenance import Provenance
 from knn_moe.memory.gamma import estimate_gammas
 from knn_moe.memory.layers import LayerShape
+from knn_moe.memory.manifest import MemoryManifest
 from knn_moe.memory.writer import MemoryWriter
+from knn_moe.reference.provenance import Provenance
 
 
 def partial_folder(target: Path) -> Path:

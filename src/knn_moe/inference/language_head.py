@@ -1,9 +1,10 @@
 """The language-model head of a memory: its cases also know which token came next.
 
 A memory of router inputs contains a kNN-LM. The inputs of the last layer it is attached to are
-looked up once more, with a larger K, and the tokens that followed the cases found are mixed into the
-model's next-token probabilities (equations/next_token.py). That needs the tokens which a memory has
-anyway, and one more search. A loss that the model computes from labels stays that of its own logits.
+looked up once more, with a larger K, and the tokens that followed the cases found are mixed into
+the model's next-token probabilities (equations/next_token.py). That takes one more search, and no
+more than the tokens which a memory has anyway. A loss that the model computes from labels stays
+that of its own logits.
 
 Knows hooks and logits; how cases are found is recall/'s.
 """
@@ -99,8 +100,8 @@ class Head(nn.Module):
                 return inputs
         shown = "nothing" if read is None else list(read.shape)
         raise UnsupportedModelError(
-            f"The model gave logits {list(logits.shape)}, and router {self.hook.router.name!r} read "
-            f"{shown}, so they cannot be matched. Leave out head=."
+            f"The model gave logits {list(logits.shape)}, and router {self.hook.router.name!r} "
+            f"read {shown}, so they cannot be matched. Leave out head=."
         )
 
 

@@ -183,13 +183,14 @@ def read_config(folder: Path) -> dict[str, Any]:
         )
     if config.get("digest") != _digest(config):
         raise MemoryFormatError(
-            f"{str(path)!r} was edited: its digest does not match. Restore it, or build the memory again."
+            f"{str(path)!r} was edited: its digest does not match. Restore it, or build the memory "
+            f"again."
         )
     return dict(config)
 
 
 def check_file(folder: Path, entry: Mapping[str, Any], *, contents: bool) -> Path:
-    """Return the file of a config entry after checking its size and, with `contents`, its checksum."""
+    """Return the file of a config entry, after checking its size and, if wanted, its checksum."""
     path = folder / str(entry["file"])
     if not path.is_file():
         raise MemoryFormatError(f"{str(path)!r} is missing: the memory is incomplete.")

@@ -335,7 +335,8 @@ def _check_gone(written: RoutingMemory, before: Provenance, examples: Collection
     numbered = bool(torch.isin(after.example_of_window, before.example_of_window[gone]).any())
     if found or numbered or len(after.stream) != tokens:
         raise MemoryFormatError(
-            f"{str(written.folder)!r} still holds tokens of an example that was to be dropped. Delete it."
+            f"{str(written.folder)!r} still holds tokens of an example that was to be dropped. "
+            f"Delete it."
         )
 
 

@@ -31,7 +31,7 @@ from knn_moe.index import IndexConfig, KeyIndex, build_index
 from knn_moe.methods.knn_moe import prepare_knn
 from knn_moe.methods.method import Method
 from knn_moe.methods.task_context import TaskContext
-from knn_moe.recall.recall import rows_of
+from knn_moe.recall.layer import rows_of
 from knn_moe.reference.windows import ReferenceTokens, TokenBatch, make_batch, plan_batches
 from knn_moe.routers.model_state import forget_compiled_graphs, freeze, input_device, unwrap
 from knn_moe.support.progress import Progress

@@ -1,7 +1,7 @@
 """One layer's memory on a router's device: its index, values and widths, and what they make of a
 router call (§4.2).
 
-Static shapes: runs eagerly, under torch.compile and in CUDA graphs. On a GPU the `fast` index brings
+Static shapes: runs eagerly, under torch.compile and in CUDA graphs. On a GPU the `fast` index has
 kernels that do all of it in two launches (index/fast/fused.py).
 """
 
@@ -17,8 +17,8 @@ from knn_moe.config import IndexConfig, RoutingConfig
 from knn_moe.equations.similarity import SIMILARITIES
 from knn_moe.errors import ConfigError
 from knn_moe.index import FastIndex, KeyIndex, build_index, load_index
-from knn_moe.index.fast.fused import MOST_RANKED, Fused, usable
-from knn_moe.index.fast.tensors import Settings
+from knn_moe.index.fast.fused import MOST_RANKED, FusedRecall, kernels_usable
+from knn_moe.index.fast.tensors import KernelConfig
 from knn_moe.index.fast.values import PackedValues
 from knn_moe.memory.compressed import CompressedLayer
 from knn_moe.memory.gamma import estimate_gammas
@@ -73,18 +73,19 @@ class LayerRecall(nn.Module):
         self.value_names = list(name_values(values))
         for name, tensor in name_values(values).items():
             self.register_buffer(name, tensor, persistent=False)
-        self.fused: Fused | None = None
+        self.fused: FusedRecall | None = None
         if isinstance(self.index, FastIndex) and isinstance(values, PackedValues):
             self._fuse(self.index, values, count_top)
 
     def _fuse(self, index: FastIndex, values: PackedValues, count_top: int) -> None:
-        if not usable(self.gamma.device, self.k):
+        if not kernels_usable(self.gamma.device, self.k):
             return
         cosine = 0 if self.similarity.uses_gamma else 1
         top = count_top if len(values.centre) <= MOST_RANKED else 0
-        settings = Settings(self.k, index.probes, cosine, top)
-        fused = Fused(index, values, torch.stack(tuple(self.widths)), settings)  # type: ignore[arg-type]  # buffers
-        index.finder = fused.search
+        widths = torch.stack([self.gamma, self.confidence_gamma, self.confidence_factor])
+        kernel_config = KernelConfig(self.k, index.probes, cosine, top)
+        fused = FusedRecall(index, values, widths, kernel_config)
+        index.kernel_search = fused.search
         if index.keys is None and self.random_seed is None:
             self.fused = fused
 
@@ -121,7 +122,7 @@ class LayerRecall(nn.Module):
     @property
     def counts_changes(self) -> bool:
         """Whether it also counts the tokens whose experts changed."""
-        return self.fused is not None and self.fused.settings.top > 0
+        return self.fused is not None and self.fused.config.top_k > 0
 
     def nearest(self, inputs: Tensor) -> Neighbours:
         """Find the K cases that are recalled, with rows of the memory. Shapes: inputs [T, d]."""
@@ -142,7 +143,7 @@ class LayerRecall(nn.Module):
         return confidence_of(squared_distance, self.widths, self.similarity)
 
     def _recall(self, inputs: Tensor) -> Neighbours:
-        """Find the K nearest, with places in the index; random ones keep the nearest's distances."""
+        """Find the K nearest, with places in the index; random ones keep their distances."""
         queries = self._queries(inputs)
         near = Neighbours(*self.index.search(queries, self.k))
         if self.random_seed is None:

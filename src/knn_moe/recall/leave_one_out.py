@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from knn_moe.equations.similarity import SIMILARITIES, Similarity
-from knn_moe.index.leave_one_out import nearest_others
+from knn_moe.index.leave_one_out import search_leaving_out
 from knn_moe.recall.neighbours import Neighbours, Recalled, Widths, weigh
 from knn_moe.routers.find import Router
 
@@ -40,7 +40,7 @@ class Cases:
         """
         queries = self.similarity.prepare(inputs.to(self.keys.dtype))
         labels = [(owner.to(inputs.device), self.owner)]
-        return Neighbours(*nearest_others(queries, self.keys, labels, k, inputs.device))
+        return Neighbours(*search_leaving_out(queries, self.keys, labels, k, inputs.device))
 
     def weigh(self, near: Neighbours, widths: Widths) -> Recalled:
         """Weigh neighbours and take λ from them."""

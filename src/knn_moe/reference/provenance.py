@@ -173,7 +173,7 @@ def owners(provenance: Provenance) -> Tensor:
 
 
 def check_droppable(provenance: Provenance, examples: Collection[int]) -> None:
-    """Raise ConfigError for examples that cannot be dropped, or whose text other examples repeat."""
+    """Raise ConfigError if examples cannot be dropped, or others repeat their text."""
     known, gone = set(provenance.example_of_window.tolist()), set(examples)
     if not gone:
         raise ConfigError("No example to drop was named. Give the numbers of some.")

@@ -1,10 +1,10 @@
 """Calibrate a memory on its own reference set: choose neighbours, widths, values and layers.
 
 On one part of the examples the widths of every layer are fitted by gradient, for each number of
-neighbours, and with them how much is made of what the build changed; then the values are trained. By
-a second part the best of these trials is chosen. On a third part, which had no part in either, it is
-judged against the model alone. If the memory is not significantly better there, calibration turns it
-off: every confidence factor becomes 0.
+neighbours, and with them how much is made of what the build changed; then the values are trained.
+By a second part the best of these trials is chosen. On a third part, which nothing was fitted or
+chosen by, it is judged against the model alone. If the memory is not significantly better there,
+calibration turns it off: every confidence factor becomes 0.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ _RECALL: Final = PRESETS["strong"]["routing"]
 
 @dataclass
 class _Sample:
-    """What each candidate made of the sample, by layer: inputs of all tokens [B·T, d] of each batch;
-    values of those that are cases, on the CPU."""
+    """What each candidate made of the sample, by layer: inputs of all tokens of each batch [B·T, d],
+    and values of those that are cases, on the CPU."""
 
     inputs: dict[int, list[Tensor]] = field(default_factory=dict)
     values: dict[tuple[Candidate, int], list[Tensor]] = field(default_factory=dict)
@@ -98,8 +98,8 @@ def choose_targets(
     finite = [candidate for candidate in judged if math.isfinite(candidate.loss)]
     if not finite:
         raise CalibrationError(
-            f"No η from {min(RATES)} on gave the model a finite loss: it may overflow in its dtype. "
-            f"Try another dtype, or a preset."
+            f"No η from {min(RATES)} on gave the model a finite loss: it may overflow in its "
+            f"dtype. Try another dtype, or a preset."
         )
     return rank_candidates(finite, alone if values_trained else None)
 

@@ -1,10 +1,10 @@
 """Score each case by how much lower the loss of other examples is because of it.
 
 The reference set is read with the memory on, each token's own example left out. Where case i is
-recalled with weight w_i at confidence λ, the mixed logits contain λ w_i (v_i - r) of it, r being the
-router's own logits. Times the gradient of the loss in the mixed logits, that is to first order what
-the loss would lose if r stood in the case's place. One backward pass serves all layers and cases; the
-other layers' logits are held as they are, as when the memory was built.
+recalled with weight w_i at confidence λ, the mixed logits contain λ w_i (v_i - r) of it, r being
+the router's own logits. Times the gradient of the loss in the mixed logits, that is to first order
+what the loss would lose if r stood in the case's place. One backward pass serves all layers and
+cases; the other layers' logits are held as they are, as when the memory was built.
 """
 
 from __future__ import annotations
