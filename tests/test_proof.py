@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from knn_moe.recall.recall import LayerRecall, Widths
 from transformers import (
     GptOssConfig,
     GptOssForCausalLM,
@@ -18,6 +17,8 @@ from transformers import (
 from helpers.slow_reference import ReferenceLayer, build_reference, run_reference
 from knn_moe import BuildConfig, RoutingConfig, RoutingMemory, attach, build_memory, find_routers
 from knn_moe.equations.mixing import propose_logits
+from knn_moe.recall.layer import LayerRecall
+from knn_moe.recall.neighbours import Widths
 from knn_moe.routers.intercept import RouterHook
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
@@ -138,7 +139,7 @@ def test_every_intermediate(
     for router in find_routers(trained):
         layer = memory.layers[router.layer]
         recall = LayerRecall(
-            layer, Widths.single(layer.gamma), RoutingConfig(k=k), torch.device("cpu")
+            layer, Widths(layer.gamma, layer.gamma), RoutingConfig(k=k), torch.device("cpu")
         )
 
         def mix(

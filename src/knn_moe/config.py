@@ -167,8 +167,9 @@ class RoutingConfig:
 
     def __post_init__(self) -> None:
         _check_count("k", self.k, 1)
-        if isinstance(self.index, str):
-            object.__setattr__(self, "index", IndexConfig(kind=self.index))
+        index: object = self.index
+        if isinstance(index, str):
+            object.__setattr__(self, "index", IndexConfig(kind=index))
         self._read("index", IndexConfig)
         self._read("head", HeadConfig)
         _check_name("similarity", self.similarity, SIMILARITIES)
@@ -280,5 +281,5 @@ def _check_count(name: str, value: object, least: int) -> None:
 
 
 def _check_name(kind: str, value: object, known: Iterable[str]) -> None:
-    if value not in known:
+    if value not in list(known):
         raise ConfigError(unknown_name(kind, value, known))

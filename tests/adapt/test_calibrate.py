@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from knn_moe.adapt.calibrate.splits import own_reference, split
-from knn_moe.recall.recall import Widths
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from conftest import BUILD, encode, family, make_texts
@@ -46,6 +45,7 @@ from knn_moe.errors import (
 )
 from knn_moe.memory.compressed import CompressedLayer
 from knn_moe.memory.gamma import Gammas
+from knn_moe.recall.neighbours import Widths
 from knn_moe.reference.provenance import owners
 from knn_moe.routers.own_logits import compute_own_logits
 
@@ -161,7 +161,7 @@ def test_what_cannot_be_calibrated(
 def compress_layer(memory: RoutingMemory) -> CompressedLayer:
     layer, routing = memory.full_layers()[0], RoutingConfig(index="fast")  # type: ignore[arg-type]
     return compression.compress_layer(
-        layer, Gammas(layer.gamma), Widths.single(layer.gamma), routing, torch.device("cpu")
+        layer, Gammas(layer.gamma), Widths(layer.gamma, layer.gamma), routing, torch.device("cpu")
     )
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from knn_moe.recall.recall import RouterCall
 from transformers import PreTrainedModel
 
 from conftest import family
@@ -33,6 +32,7 @@ from knn_moe.demo.texts import documentation
 from knn_moe.equations.mixing import neighbour_weights
 from knn_moe.errors import ConfigError, MemoryMismatchError
 from knn_moe.explain.trace import LayerTrace, trace
+from knn_moe.recall.layer import RouterCall
 from knn_moe.recall.random_cases import draw_cases
 from knn_moe.tasks.likelihood import token_losses
 

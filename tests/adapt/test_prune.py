@@ -12,7 +12,6 @@ from click.testing import Result
 from knn_moe.adapt.calibrate.splits import Slice, own_reference
 from knn_moe.adapt.prune.by_values import FittedRouter, worth_by_values
 from knn_moe.adapt.prune.recalled import Layer
-from knn_moe.recall.recall import layer_gammas, layer_widths
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -40,6 +39,8 @@ from knn_moe.errors import (
     PruningError,
 )
 from knn_moe.index import leave_one_out
+from knn_moe.recall.layer import layer_gamma
+from knn_moe.recall.neighbours import Widths
 from knn_moe.reference.provenance import owners
 from knn_moe.reference.windows import TokenBatch
 from knn_moe.routers.intercept import RouterHook
@@ -86,7 +87,7 @@ def opened(memory: RoutingMemory, *indices: int) -> dict[int, Layer]:
         index: Layer(
             memory.full_layers()[index],
             owner,
-            layer_widths(layer_gammas(memory, index, routing, CPU).joint, index, routing),
+            Widths.of(layer_gamma(memory, index, routing, CPU).joint, index, routing),
             SIMILARITIES[routing.similarity],
             routing.k,
         )

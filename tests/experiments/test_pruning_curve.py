@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from knn_moe.adapt.calibrate.config import CalibrationConfig
 
 import pruning_curve
 from knn_moe import RoutingMemory, calibrate
+from knn_moe.config import CalibrationConfig
 from pruning_curve import WAYS
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from knn_moe.recall.recall import UNITS
 from torch import Tensor
 
 from knn_moe.equations.mixing import confidence, mix_logits, propose_logits
@@ -21,6 +20,7 @@ from knn_moe.index.fast.launch import recall
 from knn_moe.index.fast.partition import Partition
 from knn_moe.index.fast.tensors import KernelConfig, KernelTensors, prepare_tensors
 from knn_moe.index.fast.values import PackedValues
+from knn_moe.recall.layer import UNITS
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")

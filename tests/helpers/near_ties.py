@@ -9,10 +9,10 @@ calls `assert_no_near_ties` on its data first: it fails because of its data, on 
 from __future__ import annotations
 
 import torch
-from knn_moe.recall.recall import RouterCall
 from torch import Tensor, nn
 
 from knn_moe import RoutingConfig, RoutingMemory, attach
+from knn_moe.recall.layer import RouterCall
 
 MARGIN = 1e-4  # of the numbers compared: rounding moves them by less than a hundredth of this
 

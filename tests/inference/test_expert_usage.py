@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from knn_moe.recall.recall import RouterCall
+from knn_moe.recall.layer import RouterCall
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.olmoe.modeling_olmoe import load_balancing_loss_func

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from knn_moe.recall.recall import RouterCall
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -30,7 +29,8 @@ from knn_moe.index.fast import launch
 from knn_moe.inference.attach import Routing
 from knn_moe.inference.gate import Gate, entropy, entropy_threshold
 from knn_moe.memory.files import _digest
-from knn_moe.memory.memory import LayerMemory
+from knn_moe.memory.layers import LayerMemory
+from knn_moe.recall.layer import RouterCall
 from knn_moe.routers.find import Router
 from knn_moe.routers.intercept import RouterHook
 from knn_moe.routers.own_logits import compute_own_logits

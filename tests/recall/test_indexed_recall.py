@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from knn_moe.recall.recall import LayerRecall, Widths, layer_widths
+from knn_moe.recall.layer import LayerRecall
+from knn_moe.recall.neighbours import Widths
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -122,7 +123,7 @@ def test_a_layer_that_was_never_written(
         number: compress_layer(
             layer,
             Gammas(layer.gamma),
-            layer_widths(layer.gamma, number, small.routing),
+            Widths.of(layer.gamma, number, small.routing),
             small.routing,
             CPU,
         )
@@ -250,7 +251,7 @@ def test_compiled_by_the_usual_compiler(
     """Which rewrites what it is given, and once lost a factor on the way: cases were others."""
     layer = memory.full_layers()[0]
     config = RoutingConfig(k=3, index=index)
-    recall = LayerRecall(layer, Widths.single(layer.gamma), config, CPU)
+    recall = LayerRecall(layer, Widths(layer.gamma, layer.gamma), config, CPU)
     inputs, own = layer.keys[::40].float() + 0.1, layer.values[1::40]
     for count in (1, len(own)):
         expected = recall(inputs[:count], own[:count])

@@ -128,7 +128,7 @@ def _optimise(
     routers = find_routers(model)
     with freeze(model), _stopwatch(bench.device) as watch:
         for windows in batches:
-            batch, _ = make_batch(reference, windows)
+            batch = make_batch(reference, windows)
             optimise_routing(model, routers, batch.to(bench.device), bench.config)
     tokens = int(reference.lengths.sum())
     return BuildMeasure(way, len(reference.lengths), tokens, watch.seconds, watch.peak_gb)

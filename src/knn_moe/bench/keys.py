@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from knn_moe.memory.gamma import estimate_gamma
+from knn_moe.memory.layers import LayerMemory
 from knn_moe.memory.manifest import MemoryManifest
-from knn_moe.memory.memory import LayerMemory, RoutingMemory
+from knn_moe.memory.memory import RoutingMemory
 from knn_moe.reference.provenance import Provenance
 from knn_moe.routers.find import Router, find_routers
 from knn_moe.routers.fingerprint import identify

@@ -65,7 +65,8 @@ def build_memory(
         folder: Where the memory is streamed to and opened from, memory-mapped. A build of the same
             model, reference set and config that was killed on its way there is resumed. None: a
             temporary folder that lives as long as the memory.
-        on_progress: Called with tokens done and in all: "optimising", then "sealing".
+        on_progress: Called with tokens done and in all: "resuming" for those that an earlier run
+            did, "optimising", then "sealing".
 
     Raises:
         BuildError: The model has a memory attached, or `folder` holds part of another build.
@@ -112,14 +113,18 @@ def _fill(
     """Compute and write every batch that is not on disk yet."""
     config = checkpoint.manifest.build
     device = input_device(model)
-    done, total = 0, len(reference.provenance.stream)
+    done, resumed, total = 0, 0, len(reference.provenance.stream)
     with BackgroundWriter(checkpoint.writer, _key_dtype(model)) as background:
         for number, batch in enumerate(reference.batches(config.batch_tokens)):
-            if number not in checkpoint.finished:
-                with batch_fits(config, batch):
-                    layers = optimise_routing(model, routers, batch.to(device), config)
-                background.submit(layers, batch, partial(checkpoint.mark, number))
-            done += int(batch.real.sum())
+            tokens = int(batch.real.sum())
+            done += tokens
+            if number in checkpoint.finished:
+                resumed += tokens
+                on_progress(Progress("resuming", resumed, total))
+                continue
+            with batch_fits(config, batch):
+                layers = optimise_routing(model, routers, batch.to(device), config)
+            background.submit(layers, batch, partial(checkpoint.mark, number))
             on_progress(Progress("optimising", done, total))
 
 

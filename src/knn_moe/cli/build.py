@@ -23,7 +23,6 @@ from knn_moe.cli.common import (
     show_progress,
 )
 from knn_moe.errors import BuildError, ConfigError
-from knn_moe.support.progress import Progress
 
 if TYPE_CHECKING:
     from knn_moe.adapt.calibrate.result import Calibration
@@ -147,22 +146,16 @@ def _build(
     options: Mapping[str, Any],
 ) -> tuple[RoutingMemory, Calibration | None]:
     from knn_moe.adapt.calibrate.build_calibrated import build_calibrated
-    from knn_moe.adapt.calibrate.config import CalibrationConfig
     from knn_moe.build.build import build_memory
+    from knn_moe.config import CalibrationConfig
     from knn_moe.reference.examples import iter_examples
 
     inputs = (model, tokenizer, iter_examples(reference), config)
     with show_progress("Building") as report:
         if not options["calibrate"]:
-            return build_memory(
-                *inputs,
-                folder=folder,
-                on_progress=lambda p: report(Progress(p.stage, p.tokens, p.total_tokens)),
-            ), None
+            return build_memory(*inputs, folder=folder, on_progress=report), None
         calibration = CalibrationConfig(head=options["head"])
-        return build_calibrated(
-            *inputs, calibration, folder=folder, on_progress=lambda *step: report(Progress(*step))
-        )
+        return build_calibrated(*inputs, calibration, folder=folder, on_progress=report)
 
 
 def _check_combination(options: Mapping[str, Any]) -> None:
@@ -190,7 +183,7 @@ def _open_appendable(folder: Path) -> RoutingMemory:
 
     memory = RoutingMemory.from_pretrained(folder)
     memory.full_layers()
-    if memory.manifest.learned:
+    if memory.manifest.values_trained:
         raise ConfigError(
             f"The values of {str(folder)!r} were trained on its own examples, so new ones cannot "
             f"be appended. Build a memory from all examples with --calibrate."

@@ -19,12 +19,11 @@ from knn_moe.cli.common import (
     show_progress,
 )
 from knn_moe.cli.inspect import WIDTH_COLUMNS, width_cells
-from knn_moe.support.progress import Progress
 
 if TYPE_CHECKING:
-    from knn_moe.adapt.calibrate.config import CalibrationConfig
-    from knn_moe.adapt.calibrate.language_head import HeadFound
+    from knn_moe.adapt.calibrate.language_head import HeadChoice
     from knn_moe.adapt.calibrate.result import Calibration, Candidate
+    from knn_moe.config import CalibrationConfig
     from knn_moe.support.statistics import Comparison
 
 _SHOWN: Final = 3  # candidates for better logits
@@ -98,7 +97,7 @@ def command(
             config,
             tokenizer=tokenizer,
             force=options["force"],
-            on_progress=lambda *step: report(Progress(*step)),
+            on_progress=report,
         )
     if not dry_run:
         write_calibrated(calibration.apply(opened), memory)
@@ -110,7 +109,7 @@ def command(
 
 
 def _calibration_config(options: Mapping[str, Any]) -> CalibrationConfig:
-    from knn_moe.adapt.calibrate.config import CalibrationConfig
+    from knn_moe.config import CalibrationConfig
 
     rates = options["value_rate"]
     if options["keep_values"] and rates:
@@ -178,7 +177,7 @@ def _show_targets(targets: Sequence[Candidate]) -> None:
     print_table("Ways to find better logits (* chosen)", columns, rows)
 
 
-def _show_head(head: HeadFound) -> None:
+def _show_head(head: HeadChoice) -> None:
     config = head.config
     print_note(
         f"Language-model head ({config.k} cases, weight {config.weight:g}, "

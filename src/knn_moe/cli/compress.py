@@ -19,7 +19,6 @@ from knn_moe.cli.common import (
     show_progress,
 )
 from knn_moe.cli.inspect import layer_facts, show_layers
-from knn_moe.support.progress import Progress
 
 if TYPE_CHECKING:
     from knn_moe.memory.memory import RoutingMemory
@@ -92,7 +91,7 @@ def command(memory: str, output: Path, as_json: bool, **options: Any) -> None:
             output,
             device=device,
             overwrite=overwrite,
-            on_layer=lambda layer: report(Progress(f"layer {layer}", layer, layer + 1)),
+            on_progress=report,
         )
     _show(opened, small, output, as_json)
 

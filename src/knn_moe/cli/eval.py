@@ -190,7 +190,7 @@ def _open(
     tasks: tuple[str, ...], methods: list[Chosen], config: EvalConfig, options: Any
 ) -> list[TaskData]:
     """Return the rows of the tasks, and refuse what cannot be done before the model is loaded."""
-    from knn_moe.adapt.controls import control_named
+    from knn_moe.adapt.controls import CONTROLS
     from knn_moe.index import IndexConfig
     from knn_moe.memory.memory import RoutingMemory
     from knn_moe.methods import METHODS
@@ -199,7 +199,7 @@ def _open(
 
     for _, control in methods:
         if control is not None:
-            control_named(control)
+            CONTROLS.find(control)
     needs = {METHODS.find(name).needs for name, _ in methods}
     wants_reference = "reference" in needs or ("memory" in needs and options["memory"] is None)
     data = [open_task(task, options["data"], reference=wants_reference) for task in tasks]

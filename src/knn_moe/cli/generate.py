@@ -85,12 +85,12 @@ def command(model: str, prompt: str, as_json: bool, **options: Any) -> None:
 
 def _check_combination(options: Mapping[str, Any]) -> None:
     """Refuse what cannot be done before anything is loaded."""
-    from knn_moe.adapt.controls import control_named
+    from knn_moe.adapt.controls import CONTROLS
 
     if options["compare"] and options["memory"] is None:
         raise click.UsageError("--compare needs a --memory to compare with.")
     if options["control"] is not None:
-        control_named(options["control"])
+        CONTROLS.find(options["control"])
         if options["memory"] is None:
             raise click.UsageError("--control needs a --memory to change.")
 

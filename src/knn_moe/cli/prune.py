@@ -17,7 +17,6 @@ from knn_moe.cli.common import (
     print_note,
     show_progress,
 )
-from knn_moe.support.progress import Progress
 
 
 @click.command(name="prune")
@@ -70,7 +69,7 @@ def command(names: tuple[str, ...], output: Path | None, as_json: bool, **option
             memory,
             **chosen,
             folder=target,
-            on_progress=lambda *step: report(Progress(*step)),
+            on_progress=report,
         )
     if as_json:
         print_json({"folder": str(target), "cases": len(small), "bytes": small.nbytes})

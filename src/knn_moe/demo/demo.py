@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from knn_moe.adapt.controls import shuffle_values
-from knn_moe.build.build import BuildProgress, build_memory
+from knn_moe.build.build import build_memory
 from knn_moe.config import BuildConfig
 from knn_moe.demo.passages import pick_passages
 from knn_moe.demo.texts import TASK, DemoText, make_task, sample_reference
@@ -152,8 +152,8 @@ def run_demo(
     return DemoResult(text, tokens, tuple(runs), tuple(lines), passages)
 
 
-def _report_build(on_progress: OnProgress, stage: str, build: BuildProgress) -> None:
-    on_progress(Progress(stage, build.tokens, build.total_tokens))
+def _report_build(on_progress: OnProgress, stage: str, build: Progress) -> None:
+    on_progress(build._replace(stage=stage))
 
 
 def render_demo(result: DemoResult) -> str:

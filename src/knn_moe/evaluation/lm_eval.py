@@ -15,8 +15,8 @@ import weakref
 from dataclasses import replace
 from typing import Any
 
+from knn_moe.adapt.controls import CONTROLS
 from knn_moe.adapt.controls import control as controlled
-from knn_moe.adapt.controls import control_named
 from knn_moe.config import RoutingConfig
 from knn_moe.errors import ConfigError, KnnMoeError, MissingDependencyError
 from knn_moe.inference.attach import Routing, attach
@@ -65,8 +65,7 @@ class KnnMoeLM(HFLM):  # type: ignore[misc]
         if opened is not None and config is not None:
             if control is not None:
                 opened = controlled(opened, control, self.model)
-                meant = opened.routing
-                config = replace(config, drawn=meant.drawn, head=meant.head)
+                config = replace(config, head=opened.routing.head)
             self.routing = attach(self.model, opened, config)
             weakref.finalize(self, self.routing.detach).atexit = False
 
@@ -77,7 +76,7 @@ def _open(
     """The memory, and its own routing with the settings that are not None in its place."""
     chosen = {name: value for name, value in settings.items() if value is not None}
     if control is not None:
-        control_named(control)
+        CONTROLS.find(control)
     if source is not None:
         memory = RoutingMemory.from_pretrained(source)
         return memory, replace(memory.routing, **chosen)

@@ -24,9 +24,7 @@ class LayerTrace:
     """What one layer recalled for T tokens, K cases each. All tensors are on the CPU."""
 
     rows: Tensor  # [T, K] int64, rows of the memory, nearest first
-    # [T, K] fp32, of the vectors the similarity compares; times γ of the case's domain / γ of the
-    # layer, where there are several
-    squared_distance: Tensor
+    squared_distance: Tensor  # [T, K] fp32, of the vectors that the similarity compares
     weight: Tensor  # [T, K], each case's share of the proposal
     confidence: Tensor  # [T], λ
     before: Tensor  # [T, top_k] int64, experts by the router's own logits, ascending

@@ -32,7 +32,7 @@ from knn_moe.methods.knn_moe import prepare_knn
 from knn_moe.methods.method import Method
 from knn_moe.methods.task_context import TaskContext
 from knn_moe.recall.layer import rows_of
-from knn_moe.reference.windows import ReferenceTokens, TokenBatch, make_batch, plan_batches
+from knn_moe.reference.windows import Batch, ReferenceTokens, make_batch, plan_batches
 from knn_moe.routers.model_state import forget_compiled_graphs, freeze, input_device, unwrap
 from knn_moe.support.progress import Progress
 
@@ -154,7 +154,7 @@ def _read(
     done, total = 0, len(reference.scored)
     try:
         for windows in plan_batches(reference.lengths, batch_tokens):
-            batch, _ = make_batch(reference, windows)
+            batch = make_batch(reference, windows)
             start = torch.tensor([reference.bounds[window].start for window in windows])
             line, column = batch.scored.nonzero(as_tuple=True)
             rows = row_of[start[line] + column]
@@ -170,10 +170,10 @@ def _read(
     return keys, own
 
 
-def _next_tokens(model: nn.Module, hidden: LastHidden, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+def _next_tokens(model: nn.Module, hidden: LastHidden, batch: Batch) -> tuple[Tensor, Tensor]:
     """Of the batch's n tokens with a next one: hidden states [n, d], and log-likelihoods [n] of
     what is next, on the CPU. A sequence at a time: wide logits may not fit in fp32."""
-    mask = batch.real.long() if batch.padded else None
+    mask = batch.attention_mask
     logits = model(input_ids=batch.ids, attention_mask=mask, use_cache=False).logits
     states = hidden.before(logits)
     scored, ids = batch.scored.to(logits.device), batch.ids.to(logits.device)

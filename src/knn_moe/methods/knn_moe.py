@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from knn_moe.build.build import BuildProgress, build_memory, reference_tokens
+from knn_moe.build.build import build_memory, reference_tokens
 from knn_moe.config import RoutingConfig
 from knn_moe.index import IndexConfig
 from knn_moe.inference.attach import Routing, attach, check_belongs
@@ -113,10 +113,11 @@ def _build(context: TaskContext, preset: str, folder: Path | None) -> tuple[Rout
     """And its seconds: of a build that was killed and goes on, as if it had not been."""
     share = 1.0
 
-    def show(progress: BuildProgress) -> None:
+    def show(progress: Progress) -> None:
         nonlocal share
-        share = 1 - progress.resumed_tokens / max(progress.total_tokens, 1)
-        context.on_progress(Progress(progress.stage, progress.tokens, progress.total_tokens))
+        if progress.stage == "resuming":
+            share = 1 - progress.done / max(progress.total, 1)
+        context.on_progress(progress)
 
     started = time.perf_counter()
     memory = build_memory(

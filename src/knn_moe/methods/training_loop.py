@@ -22,7 +22,7 @@ from knn_moe.build.build import reference_tokens
 from knn_moe.equations.losses import target_losses
 from knn_moe.errors import ConfigError, ReferenceSetError
 from knn_moe.methods.task_context import TaskContext
-from knn_moe.reference.windows import ReferenceTokens, TokenBatch, make_batch
+from knn_moe.reference.windows import Batch, ReferenceTokens, make_batch
 from knn_moe.routers.model_state import input_device
 
 # How transformers marks a model on whose modules it has installed its recording hooks.
@@ -67,9 +67,9 @@ class TrainingSplit:
     train: list[int]
     validation: list[int]
 
-    def batch(self, windows: Sequence[int]) -> TokenBatch:
+    def batch(self, windows: Sequence[int]) -> Batch:
         """Return the tokens of `windows`, padded on the right."""
-        return make_batch(self.tokens, list(windows))[0]
+        return make_batch(self.tokens, list(windows))
 
 
 def split_reference(context: TaskContext, share: float, seed: int) -> TrainingSplit:
@@ -110,7 +110,7 @@ def balance_weight(model: nn.Module) -> float:
     return float(getattr(config.get_text_config(), "router_aux_loss_coef", 0.0) or 0.0)
 
 
-def training_loss(model: nn.Module, batch: TokenBatch) -> Tensor:
+def training_loss(model: nn.Module, batch: Batch) -> Tensor:
     """Return the mean loss of the scored tokens plus the weighted load-balancing loss."""
     weight = balance_weight(model)
     output = _run(model, batch, output_router_logits=weight != 0)
@@ -131,14 +131,14 @@ def validation_loss(model: nn.Module, split: TrainingSplit, batch_size: int) -> 
     return total / count
 
 
-def _run(model: nn.Module, batch: TokenBatch, *, output_router_logits: bool) -> Any:
+def _run(model: nn.Module, batch: Batch, *, output_router_logits: bool) -> Any:
     batch = batch.to(input_device(model))
     # Said explicitly, since the config's default may differ; but not every model knows the option.
     option = {"output_router_logits": output_router_logits} if balance_weight(model) else {}
     return model(input_ids=batch.ids, attention_mask=batch.real.long(), use_cache=False, **option)
 
 
-def _scored_losses(logits: Tensor, batch: TokenBatch) -> Tensor:
+def _scored_losses(logits: Tensor, batch: Batch) -> Tensor:
     """Return the losses [n] of the scored tokens; only their logits are widened to fp32."""
     scored = batch.scored[:, :-1].to(logits.device)
     targets = batch.ids[:, 1:].to(logits.device)[scored]

@@ -43,7 +43,7 @@ _RECALL: Final = PRESETS["strong"]["routing"]
 
 @dataclass
 class _Sample:
-    """What each candidate made of the sample, by layer: inputs of all tokens of each batch [B·T, d],
+    """What each candidate made of the sample, by layer: inputs of all tokens [B·T, d] of a batch,
     and values of those that are cases, on the CPU."""
 
     inputs: dict[int, list[Tensor]] = field(default_factory=dict)
