@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,10 @@ if not torch.cuda.is_available():
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from helpers.commands import run_cli, save_model
-from helpers.families import FAMILIES
 from helpers.tiny import trained, words
-from knn_moe import BuildConfig, RoutingMemory, build_memory
+from helpers.zoo import BUILD, TEXTS, VOCABULARY, encode, family, make_texts
+from knn_moe import RoutingMemory, build_memory
 from knn_moe.bench.models import number_tokenizer
-
-VOCABULARY = 128
-BUILD = BuildConfig(learning_rate=5.0, batch_tokens=64)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -49,26 +45,6 @@ def tokenizer() -> PreTrainedTokenizerFast:
 @pytest.fixture
 def model() -> PreTrainedModel:
     return family("olmoe")
-
-
-def family(name: str) -> PreTrainedModel:
-    return next(entry for entry in FAMILIES if entry.name == name).build()
-
-
-def make_texts(count: int, seed: int = 0, shortest: int = 4, longest: int = 24) -> list[str]:
-    """Texts of random words, each a token of the fixture tokenizer."""
-    draw = random.Random(seed)
-    return [
-        " ".join(str(draw.randrange(3, VOCABULARY)) for _ in range(draw.randint(shortest, longest)))
-        for _ in range(count)
-    ]
-
-
-def encode(tokenizer: Callable[..., dict[str, list[int]]], text: str) -> torch.Tensor:
-    return torch.tensor([tokenizer(text)["input_ids"]])
-
-
-TEXTS = make_texts(12)
 
 
 @pytest.fixture(scope="session")

@@ -12,9 +12,9 @@ import torch
 from knn_moe.adapt.calibrate.splits import Slice, own_reference, split
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from conftest import BUILD, family
 from helpers.calibrating import QUICK, cases_of, folders, found, memory, model, sayings, study  # noqa: F401
 from helpers.commands import knn_moe
+from helpers.zoo import BUILD, family
 from knn_moe import (
     RoutingConfig,
     RoutingMemory,

@@ -11,8 +11,8 @@ import torch
 from knn_moe.adapt.calibrate.splits import own_reference, split
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from conftest import BUILD, encode, family, make_texts
 from helpers.calibrating import QUICK, cases_of, found, loss, memory, model, sayings, study  # noqa: F401
+from helpers.zoo import BUILD, encode, family, make_texts
 from knn_moe import (
     IndexConfig,
     RoutingConfig,

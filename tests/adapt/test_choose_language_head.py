@@ -11,9 +11,9 @@ import torch
 from knn_moe.adapt.calibrate.splits import own_reference, split
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from conftest import BUILD, make_texts
 from helpers.calibrating import QUICK, cases_of, folders, loss, memory, model, sayings  # noqa: F401
 from helpers.commands import knn_moe
+from helpers.zoo import BUILD, make_texts
 from knn_moe import HeadConfig, RoutingMemory, attach, build_memory, calibrate
 from knn_moe.adapt.calibrate.language_head import KS, Told, likeliest, tell
 from knn_moe.adapt.calibrate.result import Calibration

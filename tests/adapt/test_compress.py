@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from knn_moe.recall.neighbours import Widths
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from conftest import BUILD, encode, family, make_texts
 from helpers.indexed import CPU, FAST, MANY, logits, of_rows, run, uneven
+from helpers.zoo import BUILD, encode, family, make_texts
 from knn_moe import (
     IndexConfig,
     RoutingConfig,
@@ -40,6 +39,7 @@ from knn_moe.index import ExactIndex
 from knn_moe.memory.compressed import CompressedLayer, IndexQuality
 from knn_moe.memory.gamma import Gammas
 from knn_moe.memory.layers import LayerMemory
+from knn_moe.recall.neighbours import Widths
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ import torch
 from click.testing import CliRunner
 from transformers import PreTrainedModel
 
-from conftest import family
 from corpus import cut_windows, encode_documents, sample_texts
 from helpers.tiny import trained, words
+from helpers.zoo import family
 from knn_moe import (
     BuildConfig,
     RoutingConfig,

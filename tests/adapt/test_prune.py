@@ -15,9 +15,9 @@ from knn_moe.adapt.prune.recalled import Layer
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from conftest import BUILD, family, make_texts
 from helpers.calibrating import loss, model, sayings  # noqa: F401
 from helpers.commands import knn_moe
+from helpers.zoo import BUILD, family, make_texts
 from knn_moe import (
     RoutingConfig,
     RoutingMemory,

@@ -11,9 +11,9 @@ from knn_moe.adapt.calibrate.splits import own_reference
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from adapt.test_prune import folder, memory, model, network, said, same_cases  # noqa: F401
-from conftest import BUILD, make_texts
 from helpers.calibrating import QUICK, sayings
 from helpers.commands import knn_moe
+from helpers.zoo import BUILD, make_texts
 from knn_moe import RoutingMemory, build_memory, calibrate, prune
 from knn_moe.build.build import reference_tokens
 from knn_moe.errors import CalibrationError, ConfigError

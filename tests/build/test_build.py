@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from conftest import family, make_texts
 from helpers.families import FAMILIES
+from helpers.zoo import family, make_texts
 from knn_moe import BuildConfig, Example, RoutingConfig, RoutingMemory, attach, build_memory
 from knn_moe.bench.models import number_tokenizer
 from knn_moe.build.build import BuildProgress
@@ -207,7 +207,7 @@ BUILD_SCRIPT = textwrap.dedent(
     import os, signal, sys
     sys.path.insert(0, {tests!r})
     import torch
-    from conftest import family, make_texts
+    from helpers.zoo import family, make_texts
     torch.set_num_threads(1)  # as conftest has it: what two add differs in its last digits
     from knn_moe import BuildConfig, build_memory
     from knn_moe.bench.models import number_tokenizer

@@ -14,8 +14,8 @@ import click
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conftest import TEXTS
 from helpers.commands import assert_refused, run_cli
+from helpers.zoo import TEXTS
 from knn_moe import BuildConfig, RoutingMemory, build_memory
 from knn_moe.cli.main import COMMANDS, main
 

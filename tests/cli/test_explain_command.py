@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from click.testing import Result
 
-from conftest import make_texts
 from helpers.commands import assert_refused, run_cli, save_model
+from helpers.zoo import make_texts
 from knn_moe import RoutingConfig, RoutingMemory, attach
 from knn_moe.cli.common import load_model
 

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from conftest import BUILD, TEXTS, encode, family, make_texts
 from helpers.html_page import Page
 from helpers.indexed import KINDS, MANY, every_kind, every_similarity, uneven
+from helpers.zoo import BUILD, TEXTS, encode, family, make_texts
 from knn_moe import RoutingConfig, RoutingMemory, attach, build_memory, compress, find_routers
 from knn_moe.config import LayerRouting
 from knn_moe.errors import AttachError, ConfigError

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from conftest import BUILD, TEXTS, encode, family, make_texts
+from helpers.zoo import BUILD, TEXTS, encode, family, make_texts
 from knn_moe import RoutingConfig, RoutingMemory, attach, build_memory, find_routers
 from knn_moe.errors import AttachError, ConfigError
 from knn_moe.explain.trace import LayerTrace, trace

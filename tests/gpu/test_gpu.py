@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from conftest import family, make_texts
+from helpers.zoo import family, make_texts
 from knn_moe import BuildConfig, RoutingConfig, attach, build_memory
 from knn_moe.routers.grouped_experts import NAME, use_grouped_experts
 

@@ -11,7 +11,7 @@ import torch
 from knn_moe.adapt.calibrate.splits import own_reference, split
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from conftest import BUILD, VOCABULARY, encode, family
+from helpers.zoo import BUILD, VOCABULARY, encode, family
 from knn_moe import (
     RoutingMemory,
     build_memory,

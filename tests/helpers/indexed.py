@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from conftest import family, make_texts
+from helpers.zoo import family, make_texts
 from knn_moe import IndexConfig, RoutingConfig, RoutingMemory, attach
 from knn_moe.equations.similarity import SIMILARITIES
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from conftest import BUILD, TEXTS, encode, family, make_texts
+from helpers.zoo import BUILD, TEXTS, encode, family, make_texts
 from knn_moe import RoutingConfig, RoutingMemory, attach, build_memory, find_routers
 from knn_moe.config import LayerRouting
 from knn_moe.errors import (

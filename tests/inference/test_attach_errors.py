@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from conftest import BUILD, TEXTS, family
+from helpers.zoo import BUILD, TEXTS, family
 from knn_moe import RoutingConfig, RoutingMemory, attach, build_memory, find_routers
 from knn_moe.errors import (
     AttachError,

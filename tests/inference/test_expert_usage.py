@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from knn_moe.recall.layer import RouterCall
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.olmoe.modeling_olmoe import load_balancing_loss_func
 
-from conftest import BUILD, TEXTS, encode, family
+from helpers.zoo import BUILD, TEXTS, encode, family
 from knn_moe import RoutingConfig, RoutingMemory, attach, build_memory, find_routers
 from knn_moe.errors import AttachError, ConfigError, UnsupportedModelError
 from knn_moe.inference.expert_usage import count_experts, router_load, similarity_share
+from knn_moe.recall.layer import RouterCall
 
 Encode = Callable[..., dict[str, list[int]]]
 

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from conftest import BUILD, TEXTS, family
 from helpers.families import FAMILIES, Family
+from helpers.zoo import BUILD, TEXTS, family
 from knn_moe import (
     BuildConfig,
     RoutingConfig,

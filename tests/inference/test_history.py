@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
-from conftest import BUILD, TEXTS, family, make_texts
+from helpers.zoo import BUILD, TEXTS, family, make_texts
 from knn_moe import RoutingMemory, attach, build_memory
 from knn_moe.errors import NothingReadError
 from knn_moe.inference.attach import Routing

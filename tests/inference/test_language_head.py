@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from conftest import BUILD, encode, family, make_texts
 from helpers.families import FAMILIES
 from helpers.near_ties import assert_no_near_ties
+from helpers.zoo import BUILD, encode, family, make_texts
 from knn_moe import (
     HeadConfig,
     IndexConfig,

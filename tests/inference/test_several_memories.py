@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from conftest import BUILD, family, make_texts
+from helpers.zoo import BUILD, family, make_texts
 from knn_moe import RoutingConfig, RoutingMemory, attach, attach_all, build_memory, find_routers
 from knn_moe.errors import AttachError, ConfigError, MemoryMismatchError
 

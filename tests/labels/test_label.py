@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from conftest import family
 from helpers.commands import knn_moe
 from helpers.tiny import model, tokenizer  # noqa: F401
+from helpers.zoo import family
 from knn_moe import BuildConfig, Example, LabelConfig, build_memory, label, load_examples
 from knn_moe.bench.models import number_tokenizer
 from knn_moe.errors import ConfigError, LabelError, ReferenceSetError

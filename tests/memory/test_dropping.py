@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from adapt.test_prune import memory, model, network, plain, said, same_cases
-from conftest import BUILD, family, make_texts
 from helpers.commands import knn_moe
+from helpers.zoo import BUILD, family, make_texts
 from knn_moe import RoutingMemory, build_memory, prune
 from knn_moe.errors import ConfigError
 

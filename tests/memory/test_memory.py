@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from conftest import encode, family, make_texts
+from helpers.zoo import encode, family, make_texts
 from knn_moe import BuildConfig, RoutingMemory, attach, build_memory
 from knn_moe.errors import MemoryFormatError, MemoryMismatchError
 from knn_moe.reference.provenance import Provenance

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from conftest import family, make_texts
 from helpers import tiny
+from helpers.zoo import family, make_texts
 from knn_moe.errors import ConfigError, ReferenceSetError, UnsupportedModelError
 from knn_moe.evaluation.evaluate import EvalConfig, evaluate
 from knn_moe.index import IndexConfig, build_index

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from conftest import family
+from helpers.zoo import family
 from knn_moe.errors import RouterNotCalledError, UnsupportedModelError
 from knn_moe.methods.pathways import Tail, last_layers
 from knn_moe.routers.find import find_routers

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from conftest import family
 from helpers.tiny import model, tokenizer, trained  # noqa: F401
+from helpers.zoo import family
 from knn_moe.errors import ConfigError
 from knn_moe.evaluation.evaluate import EvalConfig, evaluate, prepare_questions
 from knn_moe.methods import TaskContext, ZeroShot, prepare

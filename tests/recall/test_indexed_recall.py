@@ -10,12 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from knn_moe.recall.layer import LayerRecall
-from knn_moe.recall.neighbours import Widths
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from conftest import BUILD, TEXTS, encode, make_texts
 from helpers.indexed import (
     CPU,
     FAST,
@@ -30,6 +27,7 @@ from helpers.indexed import (
     run,
     uneven,
 )
+from helpers.zoo import BUILD, TEXTS, encode, make_texts
 from knn_moe import IndexConfig, RoutingConfig, RoutingMemory, attach, build_memory, compress
 from knn_moe.adapt.compress import compress_layer
 from knn_moe.adapt.controls import shuffle_values
@@ -39,6 +37,8 @@ from knn_moe.explain.trace import trace
 from knn_moe.index.fast.grid import principal_axes
 from knn_moe.inference.attach import Routing
 from knn_moe.memory.gamma import Gammas
+from knn_moe.recall.layer import LayerRecall
+from knn_moe.recall.neighbours import Widths
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import pytest
 from tokenizers import processors
 from transformers import PreTrainedTokenizer
 
-from conftest import make_texts
+from helpers.zoo import make_texts
 from knn_moe.errors import ReferenceSetError
 from knn_moe.reference.examples import Example, Tokens, iter_examples, load_examples, tokenise
 

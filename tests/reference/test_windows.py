@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import make_texts
+from helpers.zoo import make_texts
 from knn_moe.config import BuildConfig
 from knn_moe.errors import ReferenceSetError
 from knn_moe.reference import windows as batches

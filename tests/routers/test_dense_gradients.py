@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import knn_moe.routers.dense_gradients
-from conftest import family
 from helpers.slow_reference import expert_output
+from helpers.zoo import family
 from knn_moe import BuildConfig, find_routers
 from knn_moe.build.optimise import LayerCases, optimise_paths, optimise_routing, summed_loss
 from knn_moe.reference.windows import TokenBatch

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from conftest import encode, family, make_texts
 from helpers.families import FAMILIES, Family
+from helpers.zoo import encode, family, make_texts
 from knn_moe import BuildConfig, RoutingConfig, attach, build_memory, find_routers
 from knn_moe.build.optimise import RoutingLogits, optimise_routing, summed_loss
 from knn_moe.errors import UnsupportedModelError

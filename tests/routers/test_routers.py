@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from conftest import family
 from helpers.families import FAMILIES, Family
+from helpers.zoo import family
 from knn_moe import find_routers
 from knn_moe.errors import UnsupportedModelError
 from knn_moe.routers import find as routers

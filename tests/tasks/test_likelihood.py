@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from conftest import BUILD, TEXTS, family
 from helpers.families import FAMILIES, Family
+from helpers.zoo import BUILD, TEXTS, family
 from knn_moe import RoutingConfig, RoutingMemory, attach, build_memory
 from knn_moe.errors import ConfigError
 from knn_moe.tasks import likelihood
