@@ -76,11 +76,14 @@ def check_api(page: Path) -> None:
     package = griffe.load("knn_moe", search_paths=[SOURCE])
     public = [f"knn_moe.{name}" for name in knn_moe.__all__]
     public += [f"knn_moe.tasks.{name}" for name in _declared(SOURCE / "knn_moe/tasks/__init__.py")]
-    for name in public:
-        if name not in listed:
-            raise PluginError(f"{page.name} does not list {name}. Add a line `::: {name}`.")
-        if not package[name.removeprefix("knn_moe.")].has_docstring:
-            raise PluginError(f"{name} has no docstring.")
+    problems = [f"{name} is not on {page.name}" for name in public if name not in listed]
+    problems += [
+        f"{name} has no docstring"
+        for name in public
+        if not package[name.removeprefix("knn_moe.")].has_docstring
+    ]
+    if problems:
+        raise PluginError("; ".join(problems) + ".")
 
 
 def _declared(path: Path) -> list[str]:

@@ -40,7 +40,7 @@ def test_the_python_example_runs_and_the_memory_lowers_the_loss(
     (example,) = code_blocks("python")
     exec(compile(example, "README.md", "exec"), {"__name__": "readme"})
     printed = capsys.readouterr().out
-    without, with_memory = (float(loss) for loss in re.findall(r"memory\s+(\d\.\d+)", printed))
+    without, with_memory = (float(loss) for loss in re.findall(r"memory: (\d\.\d+)", printed))
     assert with_memory < without
     assert "recalled" in printed
 
