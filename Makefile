@@ -47,7 +47,7 @@ $(DOCS): $(STAMP)
 	@touch $@
 
 docs: $(DOCS) docs-cli  ## build the documentation site in site/ (strict)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 docs-cli: $(STAMP)  ## write docs/cli from the commands' --help
 	$(BIN)/python scripts/cli_pages.py
