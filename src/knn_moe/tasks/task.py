@@ -45,7 +45,8 @@ class Kind(Protocol):
         """The scorings it supports, the default first."""
 
     @property
-    def max_new_tokens(self) -> int: ...
+    def max_new_tokens(self) -> int:
+        """The most tokens that an answer is generated with."""
 
     def check(self, row: Row) -> str | None:
         """Return what is wrong with the row, as the end of a sentence, or None."""
@@ -53,14 +54,17 @@ class Kind(Protocol):
     def question(self, row: Row) -> str:
         """Return the text that must not occur in the reference set as well."""
 
-    def prompt(self, row: Row) -> str: ...
+    def prompt(self, row: Row) -> str:
+        """Return the prompt that asks for an answer to be generated."""
 
     def completion(self, row: Row) -> str:
         """Return a right answer to the prompt."""
 
-    def options(self, row: Row) -> Options: ...
+    def options(self, row: Row) -> Options:
+        """Return the choices whose likelihoods are compared."""
 
-    def judge(self, output: str, row: Row) -> Verdict: ...
+    def judge(self, output: str, row: Row) -> Verdict:
+        """Parse a generated answer and score it."""
 
 
 @dataclass(frozen=True)
