@@ -104,13 +104,16 @@ def _window_means(losses: TokenLosses, name: str) -> Any:
 class MeasurementFile:
     """A JSON file of facts and rows, written after every row so that a stopped run can continue.
 
-    Rows that the file already has are kept if none of its facts differs from the given ones.
+    Rows that the file already has are kept if none of its facts differs from the given ones. A file
+    of an earlier version may have fewer facts, or be a plain list of rows.
     """
 
     def __init__(self, path: Path, facts: Row) -> None:
         self.path = path
         self.facts = facts
-        known: Row = json.loads(path.read_text(encoding="utf8")) if path.is_file() else {}
+        known = json.loads(path.read_text(encoding="utf8")) if path.is_file() else {}
+        if isinstance(known, list):
+            known = {"rows": known}
         same = all(known.get(name, value) == value for name, value in facts.items())
         self.rows: list[Row] = known.get("rows", []) if same else []
 

@@ -10,6 +10,7 @@ import torch
 
 from common import MeasurementFile, compare_losses
 from knn_moe.tasks.likelihood import TokenLosses
+from publish import MEASUREMENTS
 
 
 def test_a_comparison_has_means_and_paired_changes() -> None:
@@ -34,3 +35,11 @@ def test_a_file_keeps_its_rows_only_for_the_same_facts(
     assert again.has(way="γ")
     assert not again.has(way="γ", nll=2.0)
     assert not MeasurementFile(path, {"model": "m", "windows": 3}).rows
+
+
+def test_files_of_the_version_before_are_continued() -> None:
+    labels = MEASUREMENTS / "labels" / "tiny-olmoe.json"
+    facts = {"model": "tiny-olmoe", "sequences": 64, "windows": 32, "device": "CPU"}
+    assert MeasurementFile(labels, facts).has(domain="sql", labels="true")
+    presets = MEASUREMENTS / "presets-small" / "tiny-olmoe.json"  # a plain list of rows
+    assert MeasurementFile(presets, facts).has(domain="sql", k=16, confidence_scale=0.2)
