@@ -142,8 +142,8 @@ def costs_table() -> str:
     added = [percent(row["memory_times_alone"]) for row in (fast, exact)]
     lines.append(["GPU memory", f"{fast['alone_gigabytes']:.1f} GB", *added])
     build = read_measurement(f"building/{COST_SHAPE}.json")
-    seconds, size = f"{build['seconds']:.1f} s", f"{build['gigabytes_on_disk']:.1f} GB on disk"
-    lines.append([f"build from {build['tokens']:,} tokens", "-", seconds, size])
+    seconds = f"{build['seconds']:.1f} s"
+    lines.append([f"build from {build['tokens']:,} tokens", "-", seconds, seconds])
     name = f"{build['name']}, one {build['device']}"
     return markdown_table([name, "without memory", "index `fast`", "index `exact`"], lines)
 
