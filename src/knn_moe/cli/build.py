@@ -13,14 +13,15 @@ from click.core import ParameterSource
 
 from knn_moe.cli.calibrate import show_calibration
 from knn_moe.cli.common import (
+    PATH,
     json_option,
     load_model,
     log,
     model_options,
     output_option,
-    print_json,
-    print_note,
+    pick_given,
     show_progress,
+    show_written,
 )
 from knn_moe.errors import BuildError, ConfigError
 
@@ -36,7 +37,7 @@ _CONFIG: Final = (
 
 @click.command(name="build")
 @click.argument("model")
-@click.argument("reference", type=click.Path(path_type=Path))
+@click.argument("reference", type=PATH)
 @output_option
 @click.option(
     "--preset",
@@ -84,7 +85,7 @@ _CONFIG: Final = (
 )
 @click.option(
     "--append",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="Add the examples to this memory, and build them the way it was built.",
 )
 @click.option("--resume", is_flag=True, help="Continue a build that was interrupted.")
@@ -127,14 +128,10 @@ def command(model: str, reference: Path, output: Path, as_json: bool, **options:
         memory = _append(earlier, memory, output, overwrite=options["overwrite"])
     elif target != output:
         publish(target, output, overwrite=True)
-    if as_json:
-        facts = {"folder": str(output), "cases": len(memory), "bytes": memory.nbytes}
-        report = {"calibration": calibration.report()} if calibration else {}
-        print_json({**facts, "layers": sorted(memory.layers), **report})
-        return
-    if calibration:
+    report = {"calibration": calibration.report()} if calibration else {}
+    if calibration and not as_json:
         show_calibration(calibration)
-    print_note(f"{memory!r}\n{memory.nbytes / 1e6:,.1f} MB in {output}")
+    show_written(memory, output, as_json=as_json, layers=sorted(memory.layers), **report)
 
 
 def _build(
@@ -169,12 +166,11 @@ def _check_combination(options: Mapping[str, Any]) -> None:
             "--append and --calibrate cannot be combined. Append first, then run "
             "knn-moe calibrate on the result."
         )
-    for name in ("steps", "learning_rate", "gradient"):
-        if options[name] is not None:
-            raise click.UsageError(
-                f"--calibrate chooses {name} itself, but {options[name]} was given. Leave one out, "
-                f"or build first and run knn-moe calibrate afterwards."
-            )
+    for name, value in pick_given(options, "steps", "learning_rate", "gradient").items():
+        raise click.UsageError(
+            f"--calibrate chooses {name} itself, but {value} was given. Leave one out, or build "
+            f"first and run knn-moe calibrate afterwards."
+        )
 
 
 def _open_appendable(folder: Path) -> RoutingMemory:
@@ -208,7 +204,7 @@ def _build_config(options: Mapping[str, Any], earlier: RoutingMemory | None) -> 
     """Return the config that was asked for, or to append, the one of the earlier memory."""
     from knn_moe.config import BuildConfig
 
-    given = {name: options[name] for name in _CONFIG if options[name] is not None}
+    given = pick_given(options, *_CONFIG)
     if earlier is None:
         return BuildConfig(**given)
     source = click.get_current_context().get_parameter_source

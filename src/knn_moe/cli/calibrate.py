@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from knn_moe.cli.common import (
+    PATH,
     force_option,
     json_option,
     load_model,
     model_options,
+    pick_given,
     print_json,
     print_note,
     print_table,
@@ -31,8 +33,8 @@ _SHOWN: Final = 3  # candidates for better logits
 
 @click.command(name="calibrate")
 @click.argument("model")
-@click.argument("memory", type=click.Path(path_type=Path))
-@click.argument("reference", type=click.Path(path_type=Path), required=False)
+@click.argument("memory", type=PATH)
+@click.argument("reference", type=PATH, required=False)
 @click.option(
     "-k",
     "--neighbours",
@@ -116,11 +118,10 @@ def _calibration_config(options: Mapping[str, Any]) -> CalibrationConfig:
         raise click.UsageError(
             f"--keep-values and --value-rate {rates[0]} contradict each other. Leave one out."
         )
-    given: dict[str, Any] = {"neighbours": options["neighbours"], "value_rates": rates}
-    given = {name: choices for name, choices in given.items() if choices}
-    if options["keep_values"]:
-        given["value_rates"] = ()
-    return CalibrationConfig(head=options["head"], **given)
+    given = pick_given(options, "neighbours", "head")
+    if rates or options["keep_values"]:
+        given["value_rates"] = rates
+    return CalibrationConfig(**given)
 
 
 def show_calibration(found: Calibration) -> None:

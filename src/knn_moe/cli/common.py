@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from rich.console import Console
@@ -18,9 +18,17 @@ from rich.table import Table
 from knn_moe.errors import ConfigError, ModelError, ModelTooLargeError
 from knn_moe.support.progress import OnProgress, Progress
 
+if TYPE_CHECKING:
+    from knn_moe.memory.memory import RoutingMemory
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 log = Console(stderr=True, highlight=False)
+
+PATH = click.Path(path_type=Path)
+FILE = click.Path(dir_okay=False, path_type=Path)
+FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+POSITIVE = click.IntRange(min=1)
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 device_option = click.option(
@@ -34,11 +42,7 @@ dtype_option = click.option(
     help="Load the model in this precision. auto: as the checkpoint was saved.",
 )
 output_option = click.option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path),
-    required=True,
-    help="Write the new memory to this folder.",
+    "-o", "--output", type=PATH, required=True, help="Write the new memory to this folder."
 )
 overwrite_option = click.option(
     "--overwrite", is_flag=True, help="Replace a memory that is already in the output folder."
@@ -75,6 +79,11 @@ def model_options(command: F) -> F:
     return device_option(dtype_option(command))
 
 
+def pick_given(options: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """Return the options called `names` that have a value, for a config to fill in the rest."""
+    return {name: options[name] for name in names if options[name] not in (None, ())}
+
+
 def print_json(value: object) -> None:
     """Print `value` to stdout as indented JSON."""
     click.echo(json.dumps(value, indent=2, ensure_ascii=False))
@@ -108,6 +117,15 @@ def _is_number(cell: object) -> bool:
 def print_note(text: str) -> None:
     """Print a sentence to stderr, so that stdout holds results only."""
     log.print(text, soft_wrap=True, markup=False)
+
+
+def show_written(memory: RoutingMemory, folder: Path, *, as_json: bool, **facts: object) -> None:
+    """Print where a memory was written and what it contains; as JSON with further `facts`."""
+    if as_json:
+        contents = {"folder": str(folder), "cases": len(memory), "bytes": memory.nbytes}
+        print_json({**contents, **facts})
+    else:
+        print_note(f"{memory!r}\n{memory.nbytes / 1e6:,.1f} MB in {folder}")
 
 
 @contextmanager

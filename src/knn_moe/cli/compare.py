@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from knn_moe.cli.common import (
+    FOLDER,
+    POSITIVE,
     against_option,
     json_option,
     print_json,
@@ -30,11 +32,11 @@ _COLUMNS = (
 
 
 @click.command(name="compare")
-@click.argument("runs", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("runs", type=FOLDER)
 @against_option
 @click.option(
     "--resamples",
-    type=click.IntRange(min=1),
+    type=POSITIVE,
     default=10_000,
     show_default=True,
     help="Draw this many bootstrap samples for intervals and p-values.",

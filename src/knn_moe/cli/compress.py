@@ -14,6 +14,7 @@ from knn_moe.cli.common import (
     output_option,
     overwrite_option,
     pick_device,
+    pick_given,
     print_json,
     print_note,
     show_progress,
@@ -78,7 +79,7 @@ def command(memory: str, output: Path, as_json: bool, **options: Any) -> None:
 
     overwrite, similarity = options["overwrite"], options["similarity"]
     refuse_existing(output, overwrite=overwrite)
-    index = IndexConfig(**{name: options[name] for name in _CONFIG if options[name] is not None})
+    index = IndexConfig(**pick_given(options, *_CONFIG))
     opened = RoutingMemory.from_pretrained(memory)
     if similarity is not None:
         manifest = replace(opened.manifest, routing=replace(opened.routing, similarity=similarity))

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import click
 
-from knn_moe.cli.common import json_option, log, output_option, overwrite_option, print_json
+from knn_moe.cli.common import (
+    json_option,
+    log,
+    output_option,
+    overwrite_option,
+    print_note,
+    show_written,
+)
 
 
 @click.command(name="drop")
@@ -41,10 +48,8 @@ def command(
     with log.status("Removing examples"):
         rest = opened.without(examples, folder=output, overwrite=overwrite)
     removed = len(opened) - len(rest)
-    if as_json:
-        facts = {"folder": str(output), "cases": len(rest), "dropped": removed}
-        print_json({**facts, "examples": rest.provenance.num_examples, "bytes": rest.nbytes})
-        return
-    log.print(f"{rest!r}\nRemoved {removed:,} cases of {len(set(examples))} examples.")
+    facts = {"dropped": removed, "examples": rest.provenance.num_examples}
+    show_written(rest, output, as_json=as_json, **facts)
+    print_note(f"Removed {removed:,} cases of {len(set(examples))} examples.")
     if opened.manifest.calibration is not None:
-        log.print("The calibration used these examples and was removed too. Calibrate again.")
+        print_note("The calibration used these examples and was removed too. Calibrate again.")

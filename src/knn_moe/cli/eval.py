@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import click
 
 from knn_moe.cli.common import (
+    PATH,
+    POSITIVE,
     batch_size_option,
     data_option,
     evaluation_dtype,
     json_option,
     load_model,
     model_options,
+    pick_given,
     print_json,
     print_table,
     show_progress,
@@ -54,7 +57,7 @@ Chosen: TypeAlias = tuple[str, str | None]  # a method's name, and a control of 
     help="Also evaluate knn with one part of its memory broken on purpose: shuffled (values), "
     "random (neighbours) or own-logits (no optimisation). Can be repeated.",
 )
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write runs to this folder.")
+@click.option("-o", "--output", type=PATH, help="Write runs to this folder.")
 @click.option(
     "--memory",
     help="Use this memory for knn: a folder or a hub id. Default: build one from the task's "
@@ -68,7 +71,7 @@ Chosen: TypeAlias = tuple[str, str | None]  # a method's name, and a control of 
 )
 @click.option(
     "--reference",
-    type=click.IntRange(min=1),
+    type=POSITIVE,
     help="Use this many rows of the reference set, chosen at random. Default: all.",
 )
 @click.option("--index", help="Search the memory with exact, faiss-flat, ivfpq or fast.")
@@ -138,10 +141,8 @@ def _evaluate(
     from knn_moe.evaluation.evaluate import EvalConfig
     from knn_moe.evaluation.store import RunFolder
 
-    config = EvalConfig(
-        **{name: options[name] for name in ("scoring", "batch_size", "limit", "seed", "load")},
-        max_new_tokens=options["max_new_tokens"],
-    )
+    settings = ("scoring", "batch_size", "limit", "seed", "load", "max_new_tokens")
+    config = EvalConfig(**pick_given(options, *settings))
     data = _open(tasks, methods, config, options)
     if not options["resume"] and not options["overwrite"]:
         for each, chosen in product(data, methods):
@@ -246,7 +247,7 @@ def _make_context(
         seed=options["seed"],
         length=config.length,
         batch_size=config.batch_size,
-        **{name: options[name] for name in ("preset", "memory", "index")},
+        **pick_given(options, "preset", "memory", "index"),
         folder=folder,
     )
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from knn_moe.cli.common import (
+    FILE,
+    POSITIVE,
     chat_option,
     encode_prompt,
     force_option,
@@ -32,15 +34,9 @@ if TYPE_CHECKING:
 @click.argument("prompt")
 @click.option("--memory", required=True, help="Use this memory: a folder or a hub id.")
 @click.option(
-    "--layer",
-    "layers",
-    type=int,
-    multiple=True,
-    help="Show this layer in detail. Can be repeated.",
+    "--layer", "layers", type=int, multiple=True, help="Show this layer in detail. Can be repeated."
 )
-@click.option(
-    "--tokens", type=click.IntRange(min=1), help="Explain only this many tokens, from the end."
-)
+@click.option("--tokens", type=POSITIVE, help="Explain only this many tokens, from the end.")
 @click.option(
     "--max-new-tokens",
     type=click.IntRange(min=0),
@@ -54,7 +50,7 @@ if TYPE_CHECKING:
 @click.option(
     "-o",
     "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FILE,
     help="Also write an HTML page to this file. The page needs no network.",
 )
 @model_options

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from knn_moe.cli.common import (
+    POSITIVE,
     chat_option,
     encode_prompt,
     force_option,
@@ -28,7 +29,7 @@ from knn_moe.cli.common import (
 @click.option("--memory", help="Use this memory: a folder or a hub id. Default: none.")
 @click.option(
     "--max-new-tokens",
-    type=click.IntRange(min=1),
+    type=POSITIVE,
     default=64,
     show_default=True,
     help="Generate at most this many tokens.",

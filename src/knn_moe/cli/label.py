@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from knn_moe.cli.common import (
+    PATH,
     chat_option,
     evaluation_dtype,
     json_option,
     load_model,
     model_options,
+    pick_given,
     print_json,
     show_progress,
 )
@@ -29,13 +31,9 @@ _CONFIG: Final = (
 
 @click.command(name="label")
 @click.argument("model")
-@click.argument("prompts", type=click.Path(path_type=Path))
+@click.argument("prompts", type=PATH)
 @click.option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path),
-    required=True,
-    help="Write the reference set to this .jsonl file.",
+    "-o", "--output", type=PATH, required=True, help="Write the reference set to this .jsonl file."
 )
 @click.option(
     "--by",
@@ -96,7 +94,7 @@ def command(model: str, prompts: Path, output: Path, as_json: bool, **options: A
     from knn_moe.labels.label import label, save_labelled, summary
     from knn_moe.labels.prompts import load_prompts
 
-    given = {name: options[name] for name in _CONFIG if options[name] is not None}
+    given = pick_given(options, *_CONFIG)
     config = LabelConfig(**({"by": "judge"} if options["url"] else {}) | given)
     judge = _open_judge(config.by, options["url"], options["judge_model"])
     _check_output(output, overwrite=options["overwrite"])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from knn_moe.cli.common import json_option, log, output_option, overwrite_option, print_json
+from knn_moe.cli.common import json_option, log, output_option, overwrite_option, show_written
 
 
 @click.command(name="merge")
@@ -28,7 +28,4 @@ def command(memories: tuple[str, ...], output: Path, overwrite: bool, as_json: b
     first, *others = (RoutingMemory.from_pretrained(memory) for memory in memories)
     with log.status(f"Merging {len(memories)} memories"):
         merged = first.merge(*others, folder=output, overwrite=overwrite)
-    if as_json:
-        print_json({"folder": str(output), "cases": len(merged), "bytes": merged.nbytes})
-    else:
-        log.print(f"{merged!r}\n{merged.nbytes / 1e6:,.1f} MB in {output}")
+    show_written(merged, output, as_json=as_json)

@@ -8,14 +8,15 @@ from typing import Any
 import click
 
 from knn_moe.cli.common import (
+    PATH,
     force_option,
     json_option,
     load_model,
     model_options,
     overwrite_option,
-    print_json,
     print_note,
     show_progress,
+    show_written,
 )
 
 
@@ -31,10 +32,7 @@ from knn_moe.cli.common import (
     "random cases (chance).",
 )
 @click.option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path),
-    help="Write the new memory to this folder. Default: MEMORY-pruned.",
+    "-o", "--output", type=PATH, help="Write the new memory to this folder. Default: MEMORY-pruned."
 )
 @overwrite_option
 @force_option
@@ -71,11 +69,8 @@ def command(names: tuple[str, ...], output: Path | None, as_json: bool, **option
             folder=target,
             on_progress=report,
         )
-    if as_json:
-        print_json({"folder": str(target), "cases": len(small), "bytes": small.nbytes})
-    else:
-        sizes = f"{memory.nbytes / 1e6:,.1f} MB → {small.nbytes / 1e6:,.1f} MB"
-        print_note(f"{len(memory):,} → {len(small):,} cases, {sizes} in {target}")
+    print_note(f"Kept {len(small):,} of {len(memory):,} cases.")
+    show_written(small, target, as_json=as_json)
 
 
 def _split_names(names: tuple[str, ...], by: str) -> tuple[str | None, str]:

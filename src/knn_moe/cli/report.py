@@ -6,15 +6,15 @@ from pathlib import Path
 
 import click
 
-from knn_moe.cli.common import against_option, print_note
+from knn_moe.cli.common import FILE, FOLDER, against_option, print_note
 
 
 @click.command(name="report")
-@click.argument("runs", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("runs", type=FOLDER)
 @click.option(
     "-o",
     "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FILE,
     default=Path("report.html"),
     show_default=True,
     help="Write the page to this file.",

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from knn_moe.cli.common import (
+    PATH,
+    POSITIVE,
     batch_size_option,
     data_option,
     evaluation_dtype,
@@ -18,6 +20,7 @@ from knn_moe.cli.common import (
     log,
     model_options,
     pick_device,
+    pick_given,
     print_json,
     print_table,
     show_progress,
@@ -32,9 +35,7 @@ if TYPE_CHECKING:
 @click.command(name="reproduce")
 @click.argument("tables", nargs=-1)
 @click.option("--list", "list_tables", is_flag=True, help="List the tables.")
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path), help="Write tables and runs to this folder."
-)
+@click.option("-o", "--output", type=PATH, help="Write tables and runs to this folder.")
 @click.option(
     "--model",
     "models",
@@ -51,19 +52,19 @@ if TYPE_CHECKING:
 @data_option
 @click.option(
     "--limit",
-    type=click.IntRange(min=1),
+    type=POSITIVE,
     help="Ask at most this many questions of each task. Default: 64.",
 )
 @click.option(
     "--reference",
-    type=click.IntRange(min=1),
+    type=POSITIVE,
     help="Use at most this many rows of each reference set. Default: 40.",
 )
 @click.option("--seed", default=0, show_default=True, help="Seed for every random choice.")
 @batch_size_option
 @click.option(
     "--jobs",
-    type=click.IntRange(min=1),
+    type=POSITIVE,
     default=1,
     show_default=True,
     help="Run this many processes. Only on a CPU.",
@@ -146,19 +147,15 @@ class Loader:
 def _make_plan(options: Any) -> Plan:
     from knn_moe.reproduce.plan import Plan
 
-    given = {
-        name: options[name]
-        for name in ("models", "tasks", "limit", "reference")
-        if options[name] not in (None, ())
-    }
-    given |= {name: options[name] for name in ("data", "seed", "batch_size")}
+    chosen = ("models", "tasks", "limit", "reference", "data", "seed", "batch_size")
+    given = pick_given(options, *chosen)
     if not options["as_printed"]:
         return Plan(**given)
     if not options["models"]:
         raise click.UsageError(
             "--as-printed needs a model that follows instructions. Name one with --model."
         )
-    return Plan.of_the_paper(given.pop("models"), given.pop("data"), **given)
+    return Plan.of_the_paper(given.pop("models"), given.pop("data", None), **given)
 
 
 def _show_list(as_json: bool) -> None:
