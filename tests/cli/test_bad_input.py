@@ -114,7 +114,7 @@ def test_a_truncated_memory(saved_memory: Path, saved_model: Path, tmp_path: Pat
         ("merge MEMORY -o REF/memory", "Cannot read or write"),
         ("inspect REF", "No memory at"),
         ("compress REF -o OUT", "No memory at"),
-        ("compress MODEL -o OUT", "is no memory"),
+        ("compress MODEL -o OUT", "is not a memory"),
         ("compress MEMORY -o REF/x", "Cannot read or write"),
         ("compress MEMORY -o OUT --index hnsw", "'hnsw' is not one of"),
         ("compress MEMORY -o OUT --index exact", "'exact' is not one of"),

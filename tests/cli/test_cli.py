@@ -18,6 +18,7 @@ from helpers.commands import assert_refused, run_cli
 from helpers.zoo import TEXTS
 from knn_moe import BuildConfig, RoutingMemory, build_memory
 from knn_moe.cli.main import COMMANDS, main
+from knn_moe.support.progress import Progress
 
 
 def run_json(*arguments: object) -> Any:
@@ -51,7 +52,8 @@ def test_help_opens_with_examples_that_can_be_run(name: str) -> None:
     assert any(line.startswith(f"knn-moe {name}".rstrip()) for line in examples), text
     for example in examples:
         command, arguments = find_command(shlex.split(example)[1:])
-        command.make_parser(click.Context(command)).parse_args(arguments)
+        context = click.Context(command, help_option_names=["-h", "--help"])
+        command.make_parser(context).parse_args(arguments)
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name != "bench"])
@@ -101,8 +103,8 @@ def test_building_again_needs_overwrite(
 def test_an_interrupted_build_is_resumed(
     saved_model: Path, reference_file: Path, tmp_path: Path
 ) -> None:
-    def interrupt(progress: Any) -> None:
-        if progress.tokens > 100:
+    def interrupt(progress: Progress) -> None:
+        if progress.done > 100:
             raise KeyboardInterrupt
 
     folder = tmp_path / "memory"
@@ -219,7 +221,7 @@ def test_compressing_into_a_folder_that_exists(saved_memory: Path, tmp_path: Pat
     folder = tmp_path / "memory"
     shutil.copytree(saved_memory, folder)
     assert_refused(run_cli("compress", saved_memory, "-o", folder), "exists")
-    assert_refused(run_cli("compress", saved_memory, "-o", tmp_path, "--overwrite"), "no memory")
+    assert_refused(run_cli("compress", saved_memory, "-o", tmp_path, "--overwrite"), "not a memory")
     assert not RoutingMemory.from_pretrained(folder).compressed
     made = run_cli("compress", folder, "-o", folder, "--overwrite")
     assert made.exit_code == 0, made.output

@@ -25,6 +25,7 @@ from knn_moe.labels.agreement import majority
 from knn_moe.labels.label import Labelled, chosen, summary
 from knn_moe.labels.prompts import load_prompts
 from knn_moe.reference.examples import tokenise
+from knn_moe.support.progress import Progress
 
 PROMPTS = [
     "She opened the door and",
@@ -59,8 +60,8 @@ def greedy(model: PreTrainedModel, ids: list[int], count: int) -> tuple[list[int
 def test_the_likeliest_answer_and_how_sure_the_model_is(
     model: PreTrainedModel, tokenizer: Any
 ) -> None:
-    progress: list[tuple[int, int, str]] = []
-    found = label(model, tokenizer, PROMPTS, SHORT, on_progress=lambda *step: progress.append(step))
+    progress: list[Progress] = []
+    found = label(model, tokenizer, PROMPTS, SHORT, on_progress=progress.append)
     same_tokens = 0
     for prompt, one in zip(PROMPTS, found, strict=True):
         ids = tokenizer(prompt)["input_ids"]
@@ -71,8 +72,8 @@ def test_the_likeliest_answer_and_how_sure_the_model_is(
             same_tokens += 1
             assert one.score == pytest.approx(score, abs=1e-4)
     assert same_tokens >= 4
-    assert progress[-1] == (6, 6, "scoring")
-    assert (6, 6, "answering") in progress
+    assert progress[-1] == Progress("scoring", 6, 6)
+    assert Progress("answering", 6, 6) in progress
 
 
 def test_the_surest_are_kept(model: PreTrainedModel, tokenizer: Any) -> None:

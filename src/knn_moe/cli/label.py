@@ -18,7 +18,6 @@ from knn_moe.cli.common import (
     print_json,
     show_progress,
 )
-from knn_moe.support.progress import Progress
 
 if TYPE_CHECKING:
     from knn_moe.labels.endpoint import EndpointJudge
@@ -110,7 +109,7 @@ def command(model: str, prompts: Path, output: Path, as_json: bool, **options: A
             unanswered,
             config,
             judge=judge,
-            on_progress=lambda d, t, w: report(Progress(w, d, t)),
+            on_progress=report,
         )
     save_labelled(output, labelled)
     facts = summary(labelled)

@@ -22,10 +22,10 @@ from knn_moe.labels.config import AGREEMENT, JUDGE, LabelConfig
 from knn_moe.labels.prompts import Prompt, PromptLike, load_prompts
 from knn_moe.reference.examples import Example
 from knn_moe.support.files import write_whole
+from knn_moe.support.progress import OnProgress, Progress, ignore_progress
 
 # prompt and answer → whether it is right, or how right; nan: no verdict
 Judge: TypeAlias = Callable[[str, str], bool | float]
-OnProgress: TypeAlias = Callable[[int, int, str], None]  # done, of how many, what is being done
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def label(
     config: LabelConfig | None = None,
     *,
     judge: Judge | None = None,
-    on_progress: OnProgress | None = None,
+    on_progress: OnProgress = ignore_progress,
 ) -> list[Labelled]:
     """Answer every prompt with the model, score the answers, and mark those worth keeping.
 
@@ -61,17 +61,13 @@ def label(
     asked = load_prompts(prompts)
     if not asked:
         raise LabelError("There are no prompts to label.")
-    work = _Work(model, tokenizer, config, judge, on_progress or _silent)
+    work = _Work(model, tokenizer, config, judge, on_progress)
     # Of one answer, the majority is that answer.
     labels = [majority(given, config.same) for given in work.answers(asked)]
     examples = [one.answered(said.answer) for one, said in zip(asked, labels, strict=True)]
     scores = work.scores(asked, labels, examples)
     kept = chosen(scores, config)
     return [Labelled(*each) for each in zip(examples, scores, kept, strict=True)]
-
-
-def _silent(done: int, total: int, what: str) -> None:
-    pass
 
 
 @dataclass(frozen=True)
@@ -88,7 +84,7 @@ class _Work:
         ids = [prompt.tokens(self.tokenizer) for prompt in prompts]
 
         def done(count: int) -> None:
-            self.report(count, len(ids), "answering")
+            self.report(Progress("answering", count, len(ids)))
 
         return answers_of(self.model, self.tokenizer, ids, self.config, done)
 
@@ -111,7 +107,7 @@ class _Work:
 
     def _confidences(self, examples: Sequence[Example]) -> list[float]:
         def done(count: int) -> None:
-            self.report(count, len(examples), "scoring")
+            self.report(Progress("scoring", count, len(examples)))
 
         return confidences(self.model, self.tokenizer, examples, self.config.batch_size, done)
 
@@ -123,7 +119,7 @@ class _Work:
                 found.append(float(verdict))
             except (TypeError, ValueError):
                 raise LabelError(f"A judge says a number or a bool, got {verdict!r}.") from None
-            self.report(number, len(pairs), "judging")
+            self.report(Progress("judging", number, len(pairs)))
         if found and all(map(math.isnan, found)):
             raise LabelError(
                 f"Of {len(found)} answers the judge gave no verdict on any: it should say a number."
