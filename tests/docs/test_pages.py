@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from test_architecture import RULE
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 TOP_PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
@@ -55,3 +57,17 @@ def test_the_page_of_models_lists_every_family_that_is_tested() -> None:
     tested = re.findall(r"\w+ForCausalLM", (ROOT / "tests/helpers/families.py").read_text("utf8"))
     listed = re.findall(r"`(\w+ForCausalLM)`", (ROOT / "docs/models.md").read_text("utf8"))
     assert sorted(listed) == sorted(set(tested))
+
+
+def test_the_page_of_the_architecture_has_the_import_rule_that_is_tested() -> None:
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf8")
+    assert RULE in " ".join(page.split())
+
+
+@pytest.mark.parametrize("page", [*PAGES, *TOP_PAGES], ids=lambda page: page.name)
+def test_files_that_a_page_names_are_there(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf8"), flags=re.DOTALL)
+    for name in re.findall(r"`([\w/-]+/[\w-]+\.(?:py|json|md))`", text):
+        if not name.startswith("models/"):  # of an earlier commit
+            places = (ROOT, ROOT / "src/knn_moe", ROOT / "src/knn_moe/index/fast")
+            assert any((place / name).exists() for place in places), f"{page.name} names {name}"
