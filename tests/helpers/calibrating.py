@@ -1,73 +1,34 @@
-"""A small model, and a memory of texts that help to read each other, for what calibrates it."""
+"""Texts that help to read each other, and a quick calibration of memories of them."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import replace
-from pathlib import Path
 
-import pytest
 import torch
-from knn_moe.adapt.calibrate.splits import own_reference, split
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from helpers.zoo import BUILD, VOCABULARY, encode, family
-from knn_moe import (
-    RoutingMemory,
-    build_memory,
-    calibrate,
-    find_routers,
-)
-from knn_moe.adapt.calibrate.fit import (
-    Cases,
-    Studied,
-    find_neighbours,
-)
-from knn_moe.adapt.calibrate.result import Calibration
+from helpers.zoo import VOCABULARY, encode
+from knn_moe import RoutingMemory, find_routers
+from knn_moe.adapt.calibrate.fit import FitCases, FitData, look_up_neighbours
 from knn_moe.config import CalibrationConfig
 from knn_moe.reference.provenance import owners
+from knn_moe.reference.splits import split
 
 QUICK = CalibrationConfig(steps=48, step_tokens=64, neighbours=(1, 4), value_rates=(0.3,))
 
 
 def sayings(count: int, seed: int = 0) -> list[str]:
-    """Texts of a few phrases in any order: what one says helps to read another."""
+    """Make texts of a few phrases in any order: what one says helps to read another."""
     draw = random.Random(seed)
     phrases = [[str(draw.randrange(3, VOCABULARY)) for _ in range(6)] for _ in range(5)]
     draw = random.Random(seed + 1)
     return [" ".join(word for _ in range(3) for word in draw.choice(phrases)) for _ in range(count)]
 
 
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return family("olmoe")
-
-
-@pytest.fixture(scope="module")
-def memory(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> RoutingMemory:
-    config = replace(BUILD, steps=5, learning_rate=20.0)
-    return build_memory(model, tokenizer, sayings(40), config)
-
-
-@pytest.fixture(scope="module")
-def found(model: PreTrainedModel, memory: RoutingMemory) -> Calibration:
-    return calibrate(model, memory, config=QUICK)
-
-
-@pytest.fixture
-def folders(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-    memory: RoutingMemory,
-    tmp_path: Path,
-) -> tuple[Path, Path]:
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    memory.save_pretrained(tmp_path / "memory")
-    return tmp_path / "model", tmp_path / "memory"
-
-
-def loss(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> float:
+def mean_loss(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, texts: list[str]
+) -> float:
+    """Return the loss per token, one text at a time."""
     total, tokens = 0.0, 0
     for text in texts:
         ids = encode(tokenizer, text)
@@ -78,13 +39,18 @@ def loss(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, texts: list
     return total / tokens
 
 
-def cases_of(model: PreTrainedModel, memory: RoutingMemory) -> list[Cases]:
+def open_cases(model: PreTrainedModel, memory: RoutingMemory) -> list[FitCases]:
+    """Return the cases of every layer."""
     owner = owners(memory.provenance)[memory.provenance.window]
     layers = memory.full_layers()
-    where = memory.provenance
-    return [Cases.of(router, layers[router.layer], owner, where) for router in find_routers(model)]
+    return [
+        FitCases(router, layer.keys, layer.values, owner, layer.gamma)
+        for router in find_routers(model)
+        for layer in [layers[router.layer]]
+    ]
 
 
-def study(model: PreTrainedModel, memory: RoutingMemory, cases: list[Cases]) -> Studied:
-    readings = list(split(own_reference(memory), QUICK).fitting.readings(64))
-    return find_neighbours(model, cases, readings, 4)
+def look_up(model: PreTrainedModel, memory: RoutingMemory, cases: list[FitCases]) -> FitData:
+    """Look up four neighbours for the tokens that a calibration fits on."""
+    batches = list(split(memory.reference_tokens(), QUICK).fit.batches(64))
+    return look_up_neighbours(model, cases, batches, 4)

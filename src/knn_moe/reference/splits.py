@@ -72,7 +72,7 @@ def split(reference: ReferenceTokens, config: CalibrationConfig) -> Splits:
     if len(examples) < LEAST_EXAMPLES:
         raise CalibrationError(
             f"Calibration needs {LEAST_EXAMPLES} different examples to fit, choose and judge by; "
-            f"the memory has {len(examples)}. Add examples, or use a preset."
+            f"there are {len(examples)}. Add examples, or use a preset."
         )
     generator = torch.Generator().manual_seed(config.seed)
     order = torch.randperm(len(examples), generator=generator)

@@ -69,7 +69,6 @@ def score_by_loss(
     Raises:
         RouterNotCalledError: The model bypasses a router.
     """
-    scores = torch.zeros(len(recalls[0].cases.owner), dtype=torch.float64)
     device = input_device(model)
     hooks = [RouterHook(recall.cases.router, recall) for recall in recalls]
     with (
@@ -79,6 +78,7 @@ def score_by_loss(
         torch.enable_grad(),
         install_hooks(hooks),
     ):
+        scores = torch.zeros(len(recalls[0].cases.owner), dtype=torch.float64)
         for batch in batches:
             for recall in recalls:
                 recall.owner = batch.token_owner
