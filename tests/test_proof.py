@@ -14,6 +14,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from helpers.near_ties import assert_no_near_ties
 from helpers.slow_reference import ReferenceLayer, build_reference, run_reference
 from knn_moe import BuildConfig, RoutingConfig, RoutingMemory, attach, build_memory, find_routers
 from knn_moe.equations.mixing import propose_logits
@@ -114,6 +115,7 @@ def test_mixing_and_final_output(
 ) -> None:
     memory, slow = pair
     sequence = sequences(1, seed=7)[0]
+    assert_no_near_ties(trained, memory, torch.tensor([sequence]), RoutingConfig(k=k))
     expected, steps = run_reference(trained, sequence, slow, k)
     with attach(trained, memory, RoutingConfig(k=k)) as routing:
         output = trained(torch.tensor([sequence]), use_cache=False).logits[0]
@@ -133,6 +135,7 @@ def test_every_intermediate(
     """λ, r_mem and the mixed logits of each token, layer by layer."""
     memory, slow = pair
     sequence = sequences(1, seed=8)[0]
+    assert_no_near_ties(trained, memory, torch.tensor([sequence]), RoutingConfig(k=k))
     _, steps = run_reference(trained, sequence, slow, k)
     seen: dict[int, tuple[torch.Tensor, ...]] = {}
     handles = []

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from helpers.html_page import Page
 from helpers.indexed import KINDS, MANY, every_kind, every_similarity, uneven
+from helpers.near_ties import assert_no_near_ties
 from helpers.zoo import BUILD, TEXTS, encode, family, make_texts
 from knn_moe import RoutingConfig, RoutingMemory, attach, build_memory, compress, find_routers
 from knn_moe.config import LayerRouting
@@ -48,6 +49,7 @@ def router_inputs(model: PreTrainedModel, run: Callable[[], Explanation]) -> dic
 def test_equals_the_same_by_hand(name: str, tokenizer: Any, prompt: Tensor) -> None:
     model = family(name)
     memory = build_memory(model, tokenizer, TEXTS, BUILD)
+    assert_no_near_ties(model, memory, prompt, RoutingConfig(k=K))
     told: list[Explanation] = []
     with attach(model, memory, RoutingConfig(k=K)) as routing:
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from helpers.near_ties import assert_no_near_ties
 from helpers.zoo import BUILD, TEXTS, encode, family, make_texts
 from knn_moe import RoutingConfig, RoutingMemory, attach, build_memory, find_routers
 from knn_moe.errors import AttachError, ConfigError
@@ -135,6 +136,7 @@ def test_a_batch_is_its_rows_one_after_the_other(
     model: PreTrainedModel, memory: RoutingMemory
 ) -> None:
     ids = torch.randint(3, 128, (3, 7))
+    assert_no_near_ties(model, memory, ids, RoutingConfig(k=2))
     with attach(model, memory, RoutingConfig(k=2)) as routing:
         together = trace(model, routing, ids)
         alone = [trace(model, routing, row[None]) for row in ids]

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from helpers.near_ties import assert_no_near_ties
 from helpers.zoo import BUILD, TEXTS, encode, family, make_texts
 from knn_moe import RoutingConfig, RoutingMemory, attach, build_memory, find_routers
 from knn_moe.config import LayerRouting
@@ -75,6 +76,8 @@ def test_a_padded_batch_is_its_rows_one_by_one(
     side: str, model: PreTrainedModel, memory: RoutingMemory, tokenizer: object
 ) -> None:
     rows = [encode(tokenizer, text) for text in make_texts(3, seed=6)]
+    for row in rows:
+        assert_no_near_ties(model, memory, row, RoutingConfig(k=3))
     longest = max(row.shape[1] for row in rows)
     padded = torch.zeros(3, longest, dtype=torch.int64)
     mask = torch.zeros_like(padded)
@@ -214,6 +217,7 @@ def test_bfloat16(tokenizer: object, prompt: torch.Tensor) -> None:
 def test_compiled(
     model: PreTrainedModel, memory: RoutingMemory, prompt: torch.Tensor, compiled_state: None
 ) -> None:
+    assert_no_near_ties(model, memory, prompt, RoutingConfig(k=2))
     with torch.no_grad():
         base = model(prompt, use_cache=False).logits
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from helpers.families import FAMILIES, Family
+from helpers.near_ties import assert_no_near_ties
 from helpers.zoo import BUILD, TEXTS, family
 from knn_moe import (
     BuildConfig,
@@ -222,6 +223,7 @@ def test_an_expert_that_is_certain_or_barred_has_no_entropy() -> None:
 def test_the_model_compiles_whole(
     model: PreTrainedModel, memory: RoutingMemory, prompt: Tensor, compiled_state: None
 ) -> None:
+    assert_no_near_ties(model, memory, prompt)
     with attach(model, memory, gated(memory, "entropy")), torch.no_grad():
         eager = model(prompt, use_cache=False).logits
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from helpers.near_ties import assert_no_near_ties
 from helpers.zoo import BUILD, family, make_texts
 from knn_moe import RoutingConfig, RoutingMemory, attach, attach_all, build_memory, find_routers
 from knn_moe.errors import AttachError, ConfigError, MemoryMismatchError
 
 NAMES = ("medicine", "law")
-ROWS = torch.randint(3, 128, (3, 9), generator=torch.Generator().manual_seed(0))
+ROWS = torch.randint(3, 128, (3, 9), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture(scope="module", params=["olmoe", "qwen3_moe", "gpt_oss"])
@@ -29,7 +30,10 @@ def memories(
     config = replace(BUILD, learning_rate=20.0)
     texts = [make_texts(12, seed=seed) for seed in range(2)]
     built = (build_memory(model, tokenizer, part, config) for part in texts)
-    return dict(zip(NAMES, built, strict=True))
+    result = dict(zip(NAMES, built, strict=True))
+    for memory in result.values():
+        assert_no_near_ties(model, memory, ROWS)
+    return result
 
 
 @torch.no_grad()
