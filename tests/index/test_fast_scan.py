@@ -1,4 +1,4 @@
-"""How `fast` scans its lists, every way against brute force."""
+"""Both ways in which `fast` scans its lists, against brute force."""
 
 from __future__ import annotations
 
@@ -8,22 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.points import all_distances
+from helpers.points import squared_distances
 from knn_moe.index.fast import scan
-from knn_moe.index.fast.grid import (
-    FARTHEST,
-    LARGEST,
-    from_codes,
-)
+from knn_moe.index.fast.grid import FARTHEST, LARGEST, from_codes
 from knn_moe.index.fast.packing import pack, unpack
 from knn_moe.index.fast.scan import BINS, NOT_FOUND, PLACE_BITS, Lists
 
-BITS = [4, 8]
+every_bits = pytest.mark.parametrize("bits", [4, 8])
 Scan = Callable[[Lists, Tensor, Tensor, int], Tensor]
 
 
 def make_lists(sizes: list[int], dims: int, bits: int, spread: int) -> Lists:
-    """Lists of random codes; a small spread gives many ties."""
+    """Make lists of random codes; a small spread gives many ties."""
     count = sum(sizes)
     lowest, highest = (-8, 7) if bits == 4 else (-127, 127)
     codes = torch.randint(max(-spread, lowest), min(spread, highest) + 1, (count, dims))
@@ -39,12 +35,12 @@ def make_lists(sizes: list[int], dims: int, bits: int, spread: int) -> Lists:
     )
 
 
-def brute_force(lists: Lists, whole: Tensor, probes: int, k: int) -> Tensor:
-    """`scan`, query by query and key by key, as its docstring says."""
+def brute_force(lists: Lists, points: Tensor, probes: int, k: int) -> Tensor:
+    """Do what the docstring of `scan` says, query by query and key by key."""
     codes = from_codes(unpack(lists.codes), 4 if lists.codes.dtype == torch.uint8 else 8).double()
-    estimates = whole.double().square().sum(dim=-1, keepdim=True) + lists.norms.double()
-    estimates = (estimates - 2 * whole.double() @ codes.T).clamp(0, FARTHEST).long()
-    distance = all_distances(whole, lists.centres).square().round().long()
+    estimates = points.double().square().sum(dim=-1, keepdim=True) + lists.norms.double()
+    estimates = (estimates - 2 * points.double() @ codes.T).clamp(0, FARTHEST).long()
+    distance = squared_distances(points, lists.centres).round().long()
     begin, results = lists.begin.tolist(), []
     for query, near in enumerate(distance.tolist()):
         kept = []
@@ -57,23 +53,22 @@ def brute_force(lists: Lists, whole: Tensor, probes: int, k: int) -> Tensor:
             kept.extend(bins.values())
         best = [(estimate << PLACE_BITS) + place for estimate, place in sorted(kept)[:k]]
         results.append(best + [NOT_FOUND] * (k - len(best)))
-    return torch.tensor(results, dtype=torch.int64).view(len(whole), k)
+    return torch.tensor(results, dtype=torch.int64).view(len(points), k)
 
 
-WAYS = [
-    pytest.param(scan._scan_each, id="each"),
-    pytest.param(scan._scan_grouped, id="grouped"),
-]
+every_way = pytest.mark.parametrize(
+    "way",
+    [pytest.param(scan._scan_each, id="each"), pytest.param(scan._scan_grouped, id="grouped")],
+)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("bits", BITS)
+@every_way
+@every_bits
 @pytest.mark.parametrize(
     ("sizes", "dims", "queries", "probes", "k", "spread"),
     [
         ([1], 64, 1, 1, 1, 3),
         ([5], 64, 3, 1, 8, 1),
-        ([3, 1, 2], 64, 4, 2, 2, 127),
         ([1, 127, 128, 129, 256, 257], 64, 5, 6, 16, 2),
         ([512, 511, 40], 128, 3, 2, 128, 40),
         ([200, 300, 100, 7], 192, 9, 3, 1, 127),
@@ -91,51 +86,48 @@ def test_every_way_to_scan_is_brute_force(
     spread: int,
 ) -> None:
     lists = make_lists(sizes, dims, bits, spread)
-    whole = torch.randint(-spread, spread + 1, (queries, dims)).clamp(-LARGEST, LARGEST).float()
-    found = way(lists, whole, scan.nearest_lists(lists, whole, probes), k)
-    assert torch.equal(found, brute_force(lists, whole, probes, k))
+    points = torch.randint(-spread, spread + 1, (queries, dims)).clamp(-LARGEST, LARGEST).float()
+    found = way(lists, points, scan.nearest_lists(lists, points, probes), k)
+    assert torch.equal(found, brute_force(lists, points, probes, k))
 
 
-@pytest.mark.parametrize("queries", [0, 1, scan._ONE_BY_ONE, scan._ONE_BY_ONE + 1])
-@pytest.mark.parametrize("bits", BITS)
-def test_few_queries_and_many_are_scanned_alike(bits: int, queries: int) -> None:
+@pytest.mark.parametrize("queries", [0, scan._ONE_BY_ONE, scan._ONE_BY_ONE + 1])
+@every_bits
+def test_few_queries_and_many_find_the_same(bits: int, queries: int) -> None:
     lists = make_lists([40, 200, 9], 64, bits, 4)
-    whole = torch.randint(-20, 21, (queries, 64)).float()
-    found = scan.scan(lists, whole, 2, 3)
+    points = torch.randint(-20, 21, (queries, 64)).float()
+    found = scan.scan(lists, points, 2, 3)
     assert (found.shape, found.dtype) == ((queries, 3), torch.int64)
-    assert torch.equal(found, brute_force(lists, whole, 2, 3))
+    assert torch.equal(found, brute_force(lists, points, 2, 3))
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("dims", [512, 1024])
-def test_points_at_the_edge_of_many_dims_are_scanned_exactly(
-    way: Scan, bits: int, dims: int
-) -> None:
+@every_way
+@every_bits
+def test_points_at_the_edge_of_many_dims_are_scanned_exactly(way: Scan, bits: int) -> None:
     """Where numbers are largest: every coordinate at the edge, or nearly."""
+    dims = 1024
     lists = make_lists([60], dims, bits, 1)
     edge = 7 if bits == 4 else LARGEST
     codes = torch.where(torch.rand(60, dims) < 0.02, 0, edge)
     norms = from_codes(codes, bits).square().sum(dim=-1).clamp(max=FARTHEST).int()
     lists = lists._replace(codes=pack(codes, bits), norms=norms)
-    whole = torch.where(torch.rand(4, dims) < 0.4, 0.0, LARGEST - 6)
-    found = way(lists, whole, torch.zeros(4, 1, dtype=torch.int64), 5)
-    assert torch.equal(found, brute_force(lists, whole, 1, 5))
+    points = torch.where(torch.rand(4, dims) < 0.4, 0.0, LARGEST - 6)
+    found = way(lists, points, torch.zeros(4, 1, dtype=torch.int64), 5)
+    assert torch.equal(found, brute_force(lists, points, 1, 5))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@every_way
 def test_of_equal_keys_the_first_comes_first(way: Scan) -> None:
     lists = make_lists([10, 10], 64, 4, 3)
     lists = lists._replace(codes=lists.codes[:1].expand(20, -1).contiguous())
     lists = lists._replace(norms=lists.norms[:1].expand(20).contiguous())
-    whole = torch.zeros(2, 64)
-    found = way(lists, whole, torch.tensor([[1, 0], [0, 1]]), 12)
+    points = torch.zeros(2, 64)
+    found = way(lists, points, torch.tensor([[1, 0], [0, 1]]), 12)
     assert (found & (2**PLACE_BITS - 1)).tolist() == [list(range(12))] * 2
 
 
-@pytest.mark.parametrize("way", WAYS)
+@every_way
 def test_of_keys_a_bin_apart_only_the_nearest_is_found(way: Scan) -> None:
-    """Unless one key is asked for, which is the nearest of all."""
     lists = make_lists([2 * BINS + 1], 64, 8, 1)
     codes = torch.full((2 * BINS + 1, 64), 100)
     codes[0], codes[BINS], codes[2 * BINS], codes[5] = 2, 1, 3, 4
@@ -157,5 +149,5 @@ def test_nearest_lists_come_in_order_and_ties_by_number() -> None:
 def test_the_operator_for_compiled_graphs() -> None:
     lists = make_lists([40, 30], 64, 4, 4)
     for queries in (3, scan._ONE_BY_ONE + 3):
-        whole = torch.randint(-20, 21, (queries, 64)).float()
-        torch.library.opcheck(torch.ops.knn_moe.scan, (list(lists), whole, 2, 3))
+        points = torch.randint(-20, 21, (queries, 64)).float()
+        torch.library.opcheck(torch.ops.knn_moe.scan, (list(lists), points, 2, 3))
