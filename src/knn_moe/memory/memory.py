@@ -57,10 +57,12 @@ class RoutingMemory:
 
     @property
     def base_model(self) -> ModelIdentity:
+        """The model that the memory was built for."""
         return self.manifest.base_model
 
     @property
     def build(self) -> BuildConfig:
+        """How the memory was built."""
         return self.manifest.build
 
     @property
@@ -70,6 +72,7 @@ class RoutingMemory:
 
     @property
     def nbytes(self) -> int:
+        """The size of all keys, values and indexes, in bytes."""
         return sum(layer.nbytes for layer in self.layers.values())
 
     @property
