@@ -172,6 +172,6 @@ def test_a_short_test_text_is_refused_before_anything_is_built(
     tiny_olmoe: PreTrainedModel, tiny_tokenizer: Any, tmp_path: Any
 ) -> None:
     short = DemoText([Example.of("a text")], [Example.of("another")], "one", "two")
-    with pytest.raises(TaskDataError, match="tokens of text, and a window has 128"):
+    with pytest.raises(TaskDataError, match="tokens, fewer than a window of 128"):
         run_demo(tiny_olmoe, tiny_tokenizer, short, CONFIG, tmp_path)
     assert list(tmp_path.iterdir()) == []

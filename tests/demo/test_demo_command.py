@@ -138,7 +138,7 @@ def short(folder: Path) -> Path:
         ("test", broken_line, "line 2: not JSON"),
         ("reference", lambda folder: folder / "none.jsonl", "No file of examples"),
         ("test", empty, "is empty"),
-        ("test", short, "tokens of text, and a window has 256"),
+        ("test", short, "tokens, fewer than a window of 256"),
     ],
 )
 def test_a_bad_file_leaves_nothing_behind(
@@ -155,7 +155,7 @@ def test_a_failure_leaves_an_earlier_demo_as_it_was(files: Path, tmp_path: Path)
     out.mkdir()
     (out / "result.json").write_text("{}")
     assert_refused(
-        run_demo(files, out, test=short(tmp_path)), "tokens of text, and a window has 256"
+        run_demo(files, out, test=short(tmp_path)), "tokens, fewer than a window of 256"
     )
     assert (out / "result.json").read_text() == "{}"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "short.txt"]
