@@ -154,9 +154,7 @@ def test_a_failure_leaves_an_earlier_demo_as_it_was(files: Path, tmp_path: Path)
     out = tmp_path / "out"
     out.mkdir()
     (out / "result.json").write_text("{}")
-    assert_refused(
-        run_demo(files, out, test=short(tmp_path)), "tokens, fewer than a window of 256"
-    )
+    assert_refused(run_demo(files, out, test=short(tmp_path)), "tokens, fewer than a window of 256")
     assert (out / "result.json").read_text() == "{}"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "short.txt"]
 

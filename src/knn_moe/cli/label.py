@@ -90,7 +90,7 @@ def command(model: str, prompts: Path, output: Path, as_json: bool, **options: A
     with one prompt per line. Plain texts need no labels: give them to knn-moe build.
     """
     from knn_moe.labels.config import LabelConfig
-    from knn_moe.labels.label import label, save_labelled, summary
+    from knn_moe.labels.label import label, save_labelled, summarise
     from knn_moe.labels.prompts import load_prompts
 
     given = pick_given(options, *_CONFIG)
@@ -99,7 +99,7 @@ def command(model: str, prompts: Path, output: Path, as_json: bool, **options: A
     _check_output(output, overwrite=options["overwrite"])
     unanswered = load_prompts(prompts)  # refuses a bad file before the model is loaded
     if options["chat"]:
-        unanswered = [prompt.in_chat() for prompt in unanswered]
+        unanswered = [prompt.as_chat() for prompt in unanswered]
     device = options["device"]
     network, tokenizer = load_model(model, device, evaluation_dtype(device, options["dtype"]))
     with show_progress("Labelling") as report:
@@ -112,7 +112,7 @@ def command(model: str, prompts: Path, output: Path, as_json: bool, **options: A
             on_progress=report,
         )
     save_labelled(output, labelled)
-    facts = summary(labelled)
+    facts = summarise(labelled)
     if as_json:
         print_json({"output": str(output), "by": config.by, **facts})
     else:

@@ -1,1 +1,1 @@
-"""Label prompts that have no completions, by the model's own answers or by a judge."""
+"""Label prompts that have no completions with the model's own answers."""

@@ -1,4 +1,4 @@
-"""What most of several answers say. Knows texts only."""
+"""The answer that most of several answers agree on. Knows texts only."""
 
 from __future__ import annotations
 
@@ -12,33 +12,35 @@ _EDGES: Final = string.punctuation + string.whitespace
 
 
 class Majority(NamedTuple):
-    """The answer most often given, and the share of all that say the same."""
+    """The most frequent answer, and the share of all answers that agree with it."""
 
     answer: str
     share: float
 
 
 def same_words(one: str, two: str) -> bool:
-    """But for case, spaces, and punctuation at either end."""
-    return normalised(one) == normalised(two)
+    """Return whether two answers differ only in case, spaces, and punctuation at either end."""
+    return _normalise(one) == _normalise(two)
 
 
-def normalised(answer: str) -> str:
+def _normalise(answer: str) -> str:
     return " ".join(answer.casefold().split()).strip(_EDGES)
 
 
 def majority(answers: Sequence[str], same: Same = same_words) -> Majority:
-    """Each answer goes with the first one that it is the same as; of groups alike, the first.
+    """Return the most frequent answer, in its most frequent wording.
 
-    The group is told in its most frequent words.
+    Args:
+        answers: At least one. Each joins the group of the first answer that it is the same as; of
+            groups of equal size, the first wins.
+        same: Whether two answers agree.
     """
     groups: list[list[str]] = []
     for answer in answers:
-        for group in groups:
-            if same(group[0], answer):
-                group.append(answer)
-                break
-        else:
+        group = next((group for group in groups if same(group[0], answer)), None)
+        if group is None:
             groups.append([answer])
+        else:
+            group.append(answer)
     largest = max(groups, key=len)
     return Majority(Counter(largest).most_common(1)[0][0], len(largest) / len(answers))

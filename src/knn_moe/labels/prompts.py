@@ -1,6 +1,6 @@
-"""Prompts without completions: texts or conversations, from a file or given.
+"""Prompts without completions: texts or conversations, from a file or an iterable.
 
-Knows what an answer makes of a prompt; nothing of models.
+Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -19,18 +19,22 @@ from knn_moe.reference.examples import Example, is_chat, tokenise_prompt
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a model is asked: a text that it goes on with, or a conversation that it answers."""
+    """A text that a model continues, or a conversation that it answers."""
 
     text: str = ""
     messages: tuple[Mapping[str, Any], ...] | None = None
 
     @classmethod
     def of(cls, item: PromptLike) -> Prompt:
-        """From a string, chat messages, or a mapping with "prompt" or "messages" of either."""
+        """Make a prompt from a string, chat messages, or a mapping with "prompt" or "messages".
+
+        Raises:
+            ReferenceSetError: It is something else; the message is the end of a sentence.
+        """
         if isinstance(item, Prompt):
             return item
         if isinstance(item, Mapping):
-            return cls._of_mapping(item)
+            return cls._from_mapping(item)
         if isinstance(item, str):
             if not item:
                 raise ReferenceSetError("is empty")
@@ -38,42 +42,43 @@ class Prompt:
         if is_chat(item):
             messages: tuple[Any, ...] = tuple(item)
             if messages[-1]["role"] == "assistant":
-                raise ReferenceSetError("ends with an answer already: it needs no label")
+                raise ReferenceSetError("ends with an answer already and needs no label")
             return cls(messages=messages)
         raise ReferenceSetError(f"must be a text or chat messages; got {type(item).__name__}")
 
     @classmethod
-    def _of_mapping(cls, item: Mapping[str, Any]) -> Prompt:
+    def _from_mapping(cls, item: Mapping[str, Any]) -> Prompt:
         if "completion" in item:
-            raise ReferenceSetError("has a completion already: it needs no label")
+            raise ReferenceSetError("has a completion already and needs no label")
         for name in ("messages", "prompt"):
             if name in item:
                 return cls.of(item[name])
         if "text" in item:
             raise ReferenceSetError(
-                'has "text", which is its own label: build a memory of it as it is, or call it '
-                '"prompt"'
+                'has "text", which needs no label: build a memory of it, or rename it to "prompt"'
             )
-        found = ", ".join(map(repr, item))
-        raise ReferenceSetError(f'needs "prompt" or "messages"; has {found or "nothing"}')
+        fields = ", ".join(map(repr, item))
+        raise ReferenceSetError(f'needs "prompt" or "messages"; has {fields or "nothing"}')
 
-    def in_chat(self) -> Prompt:
-        """As a user's message, if it is a text."""
+    def as_chat(self) -> Prompt:
+        """Return a text as a message of a user, and a conversation unchanged."""
         if self.messages is not None:
             return self
         return Prompt(messages=({"role": "user", "content": self.text},))
 
     def tokens(self, tokenizer: Any) -> list[int]:
+        """Return the token ids, of a conversation through the chat template."""
         return tokenise_prompt(self.text if self.messages is None else self.messages, tokenizer)
 
-    def answered(self, answer: str) -> Example:
+    def with_answer(self, answer: str) -> Example:
+        """Return the prompt and `answer` as an example."""
         if self.messages is None:
             return Example(self.text, answer)
-        said = {"role": "assistant", "content": answer.strip()}
-        return Example(messages=(*self.messages, said))
+        reply = {"role": "assistant", "content": answer.strip()}
+        return Example(messages=(*self.messages, reply))
 
-    def shown(self) -> str:
-        """For a judge. Of a conversation of one message, that message."""
+    def as_text(self) -> str:
+        """Return the prompt as a judge reads it."""
         if self.messages is None:
             return self.text
         if len(self.messages) == 1:
@@ -85,12 +90,16 @@ PromptLike: TypeAlias = Prompt | str | Mapping[str, Any] | Sequence[Any]
 
 
 def load_prompts(source: str | Path | Iterable[PromptLike]) -> list[Prompt]:
-    """From a .jsonl or .jsonl.gz file, a .txt file of one prompt a line, or any iterable."""
+    """Load prompts from a .jsonl or .jsonl.gz file, a .txt file with one per line, or an iterable.
+
+    Raises:
+        ReferenceSetError: The file cannot be read or is empty, or an item is not a prompt.
+    """
     if isinstance(source, str | Path):
-        found = list(_from_file(Path(source)))
-        if not found:
-            raise ReferenceSetError(f"{str(source)!r} holds no prompts: it is empty.")
-        return found
+        prompts = list(_read_file(Path(source)))
+        if not prompts:
+            raise ReferenceSetError(f"{str(source)!r} is empty.")
+        return prompts
     prompts = []
     for number, item in enumerate(source):
         try:
@@ -100,25 +109,25 @@ def load_prompts(source: str | Path | Iterable[PromptLike]) -> list[Prompt]:
     return prompts
 
 
-def _from_file(path: Path) -> Iterator[Prompt]:
+def _read_file(path: Path) -> Iterator[Prompt]:
     if not path.is_file():
-        raise ReferenceSetError(f"No file of prompts at {str(path)!r}.")
+        raise ReferenceSetError(f"There is no file {str(path)!r}.")
     if ".jsonl" not in path.suffixes and path.suffix != ".txt":
         raise ReferenceSetError(
-            f"Cannot tell what {str(path)!r} holds. Use .jsonl or .jsonl.gz (one JSON object a "
-            f'line with "prompt" or "messages"), or .txt (one prompt a line).'
+            f"Unknown file type {path.suffix!r} of {str(path)!r}. Use .jsonl or .jsonl.gz (one "
+            f'JSON object per line with "prompt" or "messages"), or .txt (one prompt per line).'
         )
     opener = gzip.open if path.suffix == ".gz" else open
     try:
         with opener(path, "rt", encoding="utf8") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    yield _parse(path, number, line)
+                    yield _parse_line(path, number, line)
     except (UnicodeDecodeError, OSError, EOFError, zlib.error) as error:
         raise ReferenceSetError(f"Cannot read {str(path)!r}: {error}.") from None
 
 
-def _parse(path: Path, number: int, line: str) -> Prompt:
+def _parse_line(path: Path, number: int, line: str) -> Prompt:
     try:
         return Prompt.of(line.rstrip("\r\n") if path.suffix == ".txt" else json.loads(line))
     except json.JSONDecodeError as error:
