@@ -47,6 +47,7 @@ $(DOCS): $(STAMP)
 	@touch $@
 
 docs: $(DOCS) docs-cli  ## build the documentation site in site/ (strict)
+	$(BIN)/python -m pytest -q tests/docs/test_api_page.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 docs-cli: $(STAMP)  ## write docs/cli from the commands' --help

@@ -1,19 +1,17 @@
-"""MkDocs hook: make pages of the files in the repository root, and check the API page.
+"""MkDocs hook: make pages of the files in the repository root, and list the command pages.
 
 README.md becomes the first page; CHANGELOG.md, CONTRIBUTING.md and experiments/README.md become
-pages too, with their links rewritten. The build fails if a public name is missing from docs/api.md
-or lacks a docstring.
+pages too, with their links rewritten.
 """
 
 from __future__ import annotations
 
-import ast
+import posixpath
 import re
 import sys
 from pathlib import Path
 from typing import Any, Final
 
-from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT: Final = Path(__file__).parents[1]
@@ -25,7 +23,6 @@ _PAGES: Final = {
     "CONTRIBUTING.md": "contributing.md",
     "experiments/README.md": "experiments.md",
 }
-_ENTRY: Final = re.compile(r"^::: (\S+)(?:\n    options: (.*))?", flags=re.MULTILINE)
 _LINK: Final = re.compile(r"(\]\()([^)#:\s]+)((?:#[^)]*)?\))")
 
 
@@ -42,11 +39,10 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages that are made of files outside docs/, and check the API page."""
+    """Add the pages that are made of files outside docs/."""
     for source, page in _PAGES.items():
         text = (ROOT / source).read_text(encoding="utf8")
         files.append(File.generated(config, page, content=rewrite_links(text, Path(source).parent)))
-    check_api(Path(config["docs_dir"]) / "api.md")
     return files
 
 
@@ -61,47 +57,7 @@ def rewrite_links(text: str, folder: Path) -> str:
     """Return `text` of a file in `folder` with links that hold from within docs/."""
 
     def rewrite(match: re.Match[str]) -> str:
-        path = (folder / match[2]).as_posix()
+        path = posixpath.normpath((folder / match[2]).as_posix())
         return match[1] + _PAGES.get(path, path.removeprefix("docs/")) + match[3]
 
-    return _LINK.sub(rewrite, text).replace('src="docs/', 'src="')
-
-
-def check_api(page: Path) -> None:
-    """Raise PluginError unless `page` has every public name, each with docstrings."""
-    import griffe
-
-    import knn_moe
-
-    listed = dict(_ENTRY.findall(page.read_text(encoding="utf8")))
-    package = griffe.load("knn_moe", search_paths=[SOURCE])
-    public = [f"knn_moe.{name}" for name in knn_moe.__all__]
-    public += [f"knn_moe.tasks.{name}" for name in _declared(SOURCE / "knn_moe/tasks/__init__.py")]
-    problems = [f"{name} is not on {page.name}" for name in public if name not in listed]
-    for name in {*public, *listed}:
-        found = package[name.removeprefix("knn_moe.")]
-        members = "members: false" not in listed.get(name, "")
-        problems += [f"{each} has no docstring" for each in _find_undocumented(found, members)]
-    if problems:
-        raise PluginError("; ".join(sorted(problems)) + ".")
-
-
-def _find_undocumented(found: Any, members: bool) -> list[str]:
-    """Return the paths of a name and, with `members`, of its public methods without docstring."""
-    paths = [] if found.has_docstring else [found.path]
-    for name, member in found.all_members.items() if found.is_class and members else ():
-        method = member.is_function or "property" in member.labels
-        if method and not name.startswith("_") and not member.has_docstring:
-            inherited = any(
-                name in each.members and each[name].has_docstring for each in found.mro()
-            )
-            paths += [] if inherited else [member.path]
-    return paths
-
-
-def _declared(path: Path) -> list[str]:
-    """Return `__all__` of a module that is not imported, since that would need torch."""
-    for node in ast.parse(path.read_text(encoding="utf8")).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return list(ast.literal_eval(node.value))
-    raise PluginError(f"{path} has no __all__.")
+    return _LINK.sub(rewrite, text)

@@ -74,4 +74,5 @@ class LabelConfig:
 
     @property
     def answers_per_prompt(self) -> int:
+        """How many answers are generated for each prompt."""
         return self.samples if self.by == AGREEMENT else 1
