@@ -1,4 +1,4 @@
-"""lm-evaluation-harness with a memory: `python -m knn_moe.harness`, see evaluation/lm_eval.py."""
+"""`python -m knn_moe.harness`: lm-evaluation-harness with the model of evaluation/lm_eval.py."""
 
 from knn_moe.evaluation.lm_eval import main
 

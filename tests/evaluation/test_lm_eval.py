@@ -1,21 +1,20 @@
-"""lm-evaluation-harness: its numbers with a memory are those of plain arithmetic on the model."""
+"""lm-evaluation-harness gives the numbers of plain arithmetic, with a memory and without."""
 
 from __future__ import annotations
 
 import gc
 import importlib
 import json
-import os
-import subprocess
+import runpy
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytest.importorskip("lm_eval")
 
@@ -41,27 +40,19 @@ from knn_moe.errors import (
 )
 from knn_moe.evaluation.evaluate import EvalConfig, evaluate
 from knn_moe.evaluation.lm_eval import KnnMoeLM, main
-from knn_moe.methods import KnnMoe, ZeroShot
-from knn_moe.routers.intercept import find_hook
-from knn_moe.support.embedded_models import embedded_model
+from knn_moe.methods import KnnMoe, Method, ZeroShot
 from knn_moe.tasks import Choice, Task, TaskData
 
-pytestmark = pytest.mark.usefixtures("offline")
+pytestmark = pytest.mark.usefixtures("harness_offline")
 
 REMEMBERED = [
     ("Which planet is nearest to the sun?", ["Venus", "Mercury", "the Earth", "Mars"], 1),
-    ("What gas do plants take from the air?", ["oxygen", "carbon dioxide", "helium", "neon"], 1),
-    ("How many legs has a spider?", ["six", "eight", "ten", "twelve"], 1),
     ("What is frozen water called?", ["ice", "steam", "dew", "a cloud of very small drops"], 0),
-    ("Which organ pumps the blood?", ["the liver", "a lung", "the skin", "the heart"], 3),
     ("What do bees make?", ["silk", "milk", "honey", "paper money"], 2),
 ]
 NEW = [
     ("Which metal is liquid at room temperature?", ["iron", "gold", "mercury", "tin"], 2),
-    ("Where does a river end?", ["at its source", "in the sea", "on a hill", "in a cave"], 1),
-    ("What pulls a falling stone down?", ["wind", "light", "gravity", "its own colour"], 2),
     ("Which season follows the winter?", ["spring", "summer", "autumn", "another winter"], 0),
-    ("Who wrote the play Hamlet?", ["Newton", "Shakespeare", "Mozart", "Columbus"], 1),
     ("What does a thermometer measure?", ["time", "mass", "distance", "temperature"], 3),
 ]
 QUIZ = [*REMEMBERED, *NEW]
@@ -94,21 +85,19 @@ class Scores:
 
 
 @pytest.fixture(scope="module")
-def offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What huggingface_hub and datasets read from the environment when they are imported."""
+def harness_offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No network, and no description of the machine, which takes lm_eval seconds to collect."""
     home = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         patch.setattr("datasets.config.HF_DATASETS_OFFLINE", True)
         patch.setattr("datasets.config.HF_MODULES_CACHE", str(home / "modules"))
-        patch.setenv("HF_HOME", str(home))  # of the command's own process
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        patch.setenv("HF_DATASETS_OFFLINE", "1")
+        patch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
         yield
 
 
 @pytest.fixture(scope="module")
-def quiz(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def quiz_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a task for the harness, and its data."""
     folder = tmp_path_factory.mktemp("quiz")
     rows = [dict(zip(("question", "choices", "gold"), row, strict=True)) for row in QUIZ]
@@ -119,66 +108,54 @@ def quiz(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def manager(quiz: Path) -> TaskManager:
-    return TaskManager(include_path=str(quiz), include_defaults=False)
+def manager(quiz_folder: Path) -> TaskManager:
+    return TaskManager(include_path=str(quiz_folder), include_defaults=False)
 
 
 @pytest.fixture(scope="module")
-def words() -> Any:
-    return AutoTokenizer.from_pretrained(embedded_model("tiny-olmoe"))
-
-
-@pytest.fixture
-def network() -> Any:
-    return load("tiny-olmoe")
-
-
-@pytest.fixture(scope="module")
-def remembered(words: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+def memory_folder(
+    tiny_olmoe: Any, tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
+) -> str:
     """The folder of a memory of half the quiz's answers."""
-    folder = tmp_path_factory.mktemp("remembered") / "memory"
-    built = build_memory(load("tiny-olmoe"), words, READ, BuildConfig(preset="strong"))
-    built.save_pretrained(folder)
+    folder = tmp_path_factory.mktemp("memory") / "memory"
+    memory = build_memory(tiny_olmoe, tiny_tokenizer, READ, BuildConfig(preset="strong"))
+    memory.save_pretrained(folder)
     return str(folder)
 
 
-def load(name: str) -> Any:
-    return AutoModelForCausalLM.from_pretrained(embedded_model(name), dtype=torch.float32).eval()
-
-
-def hooked(network: Any) -> bool:
-    modules = list(network.modules())
+def is_hooked(model: Any) -> bool:
+    modules = list(model.modules())
     hooks = [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in modules]
-    assert any(hooks) == any(find_hook(router) for router in find_routers(network))
+    assert any(hooks) == any(find_hook(router) is not None for router in find_routers(model))
     return any(hooks)
 
 
 @torch.no_grad()
-def plain(network: Any, words: Any) -> Scores:
-    """By hand, one choice at a time."""
+def plain_scores(model: Any, tokenizer: Any) -> Scores:
+    """Score one choice at a time, by hand."""
     likelihoods = torch.empty(len(QUIZ), 4)
     for row, (question, choices, _) in enumerate(QUIZ):
         context = f"Question: {question}\nAnswer:"
-        start = len(words.encode(context))
-        for place, choice in enumerate(choices):
-            ids = torch.tensor(words.encode(f"{context} {choice}"))
-            chances = network(ids[None]).logits[0].log_softmax(dim=-1)
-            likelihoods[row, place] = sum(chances[at - 1, ids[at]] for at in range(start, len(ids)))
+        start = len(tokenizer.encode(context))
+        for column, choice in enumerate(choices):
+            ids = torch.tensor([tokenizer.encode(f"{context} {choice}")])
+            log = model(ids).logits[0, :-1].log_softmax(dim=-1)
+            likelihoods[row, column] = log.gather(1, ids[0, 1:, None])[start - 1 :].sum()
     lengths = torch.tensor([[len(choice) for choice in choices] for _, choices, _ in QUIZ])
     gold = torch.tensor([gold for *_, gold in QUIZ])
     right = [(scores.argmax(dim=1) == gold) for scores in (likelihoods, likelihoods / lengths)]
     return Scores(likelihoods, *(answers.double().mean().item() for answers in right))
 
 
-def harness(manager: TaskManager, model: Any, **settings: Any) -> Scores:
+def run_harness(manager: TaskManager, model: Any, **options: Any) -> Scores:
     results = simple_evaluate(
-        model, tasks=["quiz"], task_manager=manager, bootstrap_iters=0, **settings
+        model, tasks=["quiz"], task_manager=manager, bootstrap_iters=0, **options
     )
-    return as_scores(results["results"]["quiz"], results["samples"]["quiz"])
+    return read_scores(results["results"]["quiz"], results["samples"]["quiz"])
 
 
-def as_scores(found: dict[str, float], samples: list[dict[str, Any]]) -> Scores:
-    """From what the harness hands back, or from what it wrote: there numbers are strings."""
+def read_scores(found: dict[str, float], samples: list[dict[str, Any]]) -> Scores:
+    """Read what the harness returns, or what it writes: there, numbers are strings."""
     samples = sorted(samples, key=lambda sample: sample["doc_id"])
     likelihoods = [[float(chance) for chance, _ in sample["filtered_resps"]] for sample in samples]
     return Scores(torch.tensor(likelihoods), found["acc,none"], found["acc_norm,none"])
@@ -189,90 +166,84 @@ def assert_same(found: Scores, expected: Scores) -> None:
     assert (found.acc, found.acc_norm) == (expected.acc, expected.acc_norm)
 
 
-@pytest.mark.parametrize("batch_size", [1, 4])
-@pytest.mark.parametrize("settings", ["", "memory={},index=fast,k=1", "memory={}"])
-def test_the_harness_scores_as_plain_arithmetic_does(
-    settings: str, batch_size: int, manager: TaskManager, network: Any, words: Any, remembered: str
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "batch_size"), [("", 1), ("memory={},index=fast,k=1", 1), ("memory={}", 4)]
+)
+def test_the_harness_and_our_evaluation_score_as_plain_arithmetic(
+    options: str,
+    batch_size: int,
+    manager: TaskManager,
+    tiny_olmoe: Any,
+    tiny_tokenizer: Any,
+    memory_folder: str,
+    tmp_path: Path,
 ) -> None:
-    args = f"pretrained=tiny-olmoe,dtype=float32,{settings.format(remembered)}".rstrip(",")
-    found = harness(manager, "knn-moe", model_args=args, batch_size=batch_size, device="cpu")
-    if settings:
-        memory = RoutingMemory.from_pretrained(remembered)
-        strong = memory.routing
-        chosen = replace(strong, k=1, index=IndexConfig(kind="fast"))
-        attach(network, memory, chosen if "k=1" in settings else strong)
-    assert_same(found, plain(network, words))
-
-
-def test_a_model_with_a_memory_can_be_given(
-    manager: TaskManager, network: Any, words: Any, remembered: str
-) -> None:
-    without = plain(network, words)
-    with attach(network, RoutingMemory.from_pretrained(remembered)):
-        given = HFLM(pretrained=network, tokenizer=words, batch_size=4)
-        found = harness(manager, given)
-        assert_same(found, plain(network, words))
-    assert not hooked(network)
-    assert (found.likelihoods - without.likelihoods).abs().max() > 0.1
-    assert_same(harness(manager, given), without)
-
-
-def test_the_command_runs_with_the_model(
-    quiz: Path, network: Any, words: Any, remembered: str, tmp_path: Path
-) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "knn_moe.evaluation.lm_eval",
-        "--model",
-        "knn-moe",
-        "--model_args",
-    ]
-    command += [f"pretrained=tiny-olmoe,dtype=float32,memory={remembered},similarity=rbf,gamma=0.1"]
-    command += ["--tasks", "quiz", "--include_path", str(quiz), "--output_path", str(tmp_path)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "--device", "cpu", "--log_samples"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    written = json.loads(next(tmp_path.rglob("results_*.json")).read_text(encoding="utf8"))
-    lines = next(tmp_path.rglob("samples_*.jsonl")).read_text(encoding="utf8").splitlines()
-    memory = RoutingMemory.from_pretrained(remembered)
-    attach(network, memory, replace(memory.routing, gamma=0.1))
-    found = as_scores(written["results"]["quiz"], [json.loads(line) for line in lines])
-    assert_same(found, plain(network, words))
-
-
-@pytest.mark.parametrize("memory", [False, True])
-def test_our_own_evaluation_gives_the_same(
-    memory: bool, manager: TaskManager, network: Any, words: Any, remembered: str, tmp_path: Path
-) -> None:
+    args = f"pretrained=tiny-olmoe,dtype=float32,{options.format(memory_folder)}".rstrip(",")
+    found = run_harness(manager, "knn-moe", model_args=args, batch_size=batch_size, device="cpu")
+    method: Method = ZeroShot()
+    if options:
+        memory = RoutingMemory.from_pretrained(memory_folder)
+        fast = replace(memory.routing, k=1, index=IndexConfig(kind="fast"))
+        method = KnnMoe(memory, fast if "k=1" in options else memory.routing)
+    with method.apply_to(tiny_olmoe):
+        assert_same(found, plain_scores(tiny_olmoe, tiny_tokenizer))
     rows = [dict(zip(("question", "choices", "answer"), row, strict=True)) for row in QUIZ]
     task = Task(name="quiz", title="Quiz", kind=Choice(), files="quiz")
-    method = KnnMoe(RoutingMemory.from_pretrained(remembered)) if memory else ZeroShot()
-    config = EvalConfig(scoring="likelihood", batch_size=4)
     data = TaskData(task, rows, [], "made up")
-    run = evaluate(network, words, data, method, config, folder=tmp_path / "run")
+    config = EvalConfig(scoring="likelihood", batch_size=4)
+    run = evaluate(tiny_olmoe, tiny_tokenizer, data, method, config, folder=tmp_path / "run")
     samples = sorted(run.samples, key=lambda sample: int(sample.id))
     plain_score, score = (
         sum(getattr(sample, name) for sample in samples) / len(samples)
         for name in ("plain_score", "score")
     )
     likelihoods = torch.tensor([sample.likelihoods for sample in samples])
-    args = f"pretrained=tiny-olmoe,dtype=float32{f',memory={remembered}' if memory else ''}"
-    found = harness(manager, "knn-moe", model_args=args, batch_size=4, device="cpu")
     assert_same(found, Scores(likelihoods, plain_score, score))
 
 
-def test_the_command_tells_our_errors_in_a_line(
-    remembered: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.slow
+def test_the_harness_takes_a_model_with_a_memory_attached(
+    manager: TaskManager, tiny_olmoe: Any, tiny_tokenizer: Any, memory_folder: str
+) -> None:
+    base = plain_scores(tiny_olmoe, tiny_tokenizer)
+    lm = HFLM(pretrained=tiny_olmoe, tokenizer=tiny_tokenizer, batch_size=4)
+    with attach(tiny_olmoe, RoutingMemory.from_pretrained(memory_folder)):
+        found = run_harness(manager, lm)
+        assert_same(found, plain_scores(tiny_olmoe, tiny_tokenizer))
+    assert not is_hooked(tiny_olmoe)
+    assert (found.likelihoods - base.likelihoods).abs().max() > 0.1
+
+
+@pytest.mark.slow
+def test_the_command_evaluates_the_model(
+    quiz_folder: Path,
+    tiny_olmoe: Any,
+    tiny_tokenizer: Any,
+    memory_folder: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Without lm_eval's thousands of tasks, which take it seconds to list.
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
+    args = f"pretrained=tiny-olmoe,dtype=float32,memory={memory_folder},similarity=rbf,gamma=0.1"
+    options = ["--model", "knn-moe", "--model_args", args, "--device", "cpu", "--log_samples"]
+    options += ["--tasks", "quiz", "--include_path", quiz_folder, "--output_path", tmp_path]
+    monkeypatch.setattr(sys, "argv", ["harness", *map(str, options)])
+    runpy.run_module("knn_moe.harness", run_name="__main__")
+    written = json.loads(next(tmp_path.rglob("results_*.json")).read_text(encoding="utf8"))
+    lines = next(tmp_path.rglob("samples_*.jsonl")).read_text(encoding="utf8").splitlines()
+    found = read_scores(written["results"]["quiz"], [json.loads(line) for line in lines])
+    memory = RoutingMemory.from_pretrained(memory_folder)
+    with attach(tiny_olmoe, memory, replace(memory.routing, gamma=0.1)):
+        assert_same(found, plain_scores(tiny_olmoe, tiny_tokenizer))
+
+
+def test_the_command_reports_our_errors_in_one_line(
+    memory_folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def evaluate() -> None:
-        KnnMoeLM("tiny-olmoe", memory=remembered, index="fats")
+        KnnMoeLM("tiny-olmoe", memory=memory_folder, index="fats")
 
     monkeypatch.setattr("knn_moe.evaluation.lm_eval.cli_evaluate", evaluate)
     with pytest.raises(SystemExit, match="2"):
@@ -280,56 +251,62 @@ def test_the_command_tells_our_errors_in_a_line(
     assert "Error: Unknown index 'fats'" in capsys.readouterr().err
 
 
-def test_a_missing_harness_names_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_harness_names_its_installation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval.__main__", None)
     monkeypatch.delitem(sys.modules, "knn_moe.evaluation.lm_eval")
     with pytest.raises(MissingDependencyError, match=r"pip install 'knn-moe\[eval\]'"):
         importlib.import_module("knn_moe.evaluation.lm_eval")
 
 
-def test_a_control_has_no_head(remembered: str, tmp_path: Path) -> None:
-    memory = RoutingMemory.from_pretrained(remembered)
+def test_a_control_has_no_language_model_head(
+    tiny_olmoe: Any, tiny_tokenizer: Any, memory_folder: str, tmp_path: Path
+) -> None:
+    memory = RoutingMemory.from_pretrained(memory_folder)
     routing = replace(memory.routing, head=HeadConfig(k=4))
     replace(memory, manifest=replace(memory.manifest, routing=routing)).save_pretrained(
         tmp_path / "m"
     )
     for control, has in ((None, True), ("shuffled", False)):
-        lm = KnnMoeLM("tiny-olmoe", memory=str(tmp_path / "m"), control=control, device="cpu")
+        lm = KnnMoeLM(
+            tiny_olmoe, memory=str(tmp_path / "m"), control=control, tokenizer=tiny_tokenizer
+        )
         assert lm.routing is not None
         assert (lm.routing.config.head is not None) == has
         lm.routing.detach()
 
 
-def test_settings_are_refused_before_the_model_is_loaded(remembered: str) -> None:
+def test_bad_arguments_are_refused_before_the_model_is_loaded(memory_folder: str) -> None:
     with pytest.raises(ConfigError, match="Unknown index 'fats'"):
-        KnnMoeLM("no/such-model", memory=remembered, index="fats")
+        KnnMoeLM("no/such-model", memory=memory_folder, index="fats")
     with pytest.raises(ConfigError, match=r"Unknown control 'randon'. Did you mean 'random'"):
-        KnnMoeLM("no/such-model", memory=remembered, control="randon")
-    with pytest.raises(ConfigError, match="control of no memory: give memory="):
+        KnnMoeLM("no/such-model", memory=memory_folder, control="randon")
+    with pytest.raises(ConfigError, match="control has no effect without a memory"):
         KnnMoeLM("no/such-model", control="random")
-    with pytest.raises(ConfigError, match="k, index of no memory: give memory="):
+    with pytest.raises(ConfigError, match="k, index have no effect without a memory"):
         KnnMoeLM("no/such-model", k=1, index="fast")
     with pytest.raises(MemoryFormatError, match="No memory at 'no/such-memory'"):
         KnnMoeLM("no/such-model", memory="no/such-memory")
 
 
-def test_a_memory_of_another_model_is_refused(network: Any, words: Any, remembered: str) -> None:
+def test_a_memory_of_another_model_is_refused(
+    tiny_olmoe: Any, tiny_tokenizer: Any, memory_folder: str
+) -> None:
     with pytest.raises(MemoryMismatchError, match=r"This memory was built for .*tiny-olmoe"):
-        KnnMoeLM("tiny-qwen3", memory=remembered, device="cpu", dtype="float32")
-    with attach(network, RoutingMemory.from_pretrained(remembered)), pytest.raises(AttachError):
-        KnnMoeLM(network, memory=remembered, tokenizer=words)
+        KnnMoeLM("tiny-qwen3", memory=memory_folder, device="cpu", dtype="float32")
+    memory = RoutingMemory.from_pretrained(memory_folder)
+    with attach(tiny_olmoe, memory), pytest.raises(AttachError):
+        KnnMoeLM(tiny_olmoe, memory=memory_folder, tokenizer=tiny_tokenizer)
 
 
 @pytest.mark.parametrize("end", ["detached", "deleted"])
 def test_no_hook_is_left(
-    end: str, manager: TaskManager, network: Any, words: Any, remembered: str
+    end: str, tiny_olmoe: Any, tiny_tokenizer: Any, memory_folder: str
 ) -> None:
-    given = KnnMoeLM(network, memory=remembered, tokenizer=words)
-    harness(manager, given, limit=1)
-    assert hooked(network)
-    assert given.routing is not None
+    lm = KnnMoeLM(tiny_olmoe, memory=memory_folder, tokenizer=tiny_tokenizer)
+    assert is_hooked(tiny_olmoe)
+    assert lm.routing is not None
     if end == "detached":
-        given.routing.detach()
-    del given
+        lm.routing.detach()
+    del lm
     gc.collect()
-    assert not hooked(network)
+    assert not is_hooked(tiny_olmoe)

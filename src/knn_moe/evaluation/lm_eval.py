@@ -1,11 +1,11 @@
-"""lm-evaluation-harness: the model `knn-moe`, the harness's own Hugging Face model with a memory.
+"""The model `knn-moe` for lm-evaluation-harness: its Hugging Face model with a memory attached.
 
-    python -m knn_moe.evaluation.lm_eval --model knn-moe \\
+    python -m knn_moe.harness --model knn-moe \\
         --model_args pretrained=tiny-olmoe,memory=memory,index=fast,k=1 --tasks arc_easy
 
-That is `lm_eval` with this model registered: lm_eval looks nowhere for models of others. In Python,
-importing this module registers it. The only file that imports lm_eval; knows its models and its
-command line. What a task is and how it is scored, lm_eval knows; what a memory does, handle.py.
+This is the command `lm_eval` with the model registered, because lm_eval does not load models from
+other packages. In Python, importing this module registers the model. This is the only file that
+imports lm_eval.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from knn_moe.adapt.controls import CONTROLS
-from knn_moe.adapt.controls import control as controlled
-from knn_moe.config import RoutingConfig
+from knn_moe.adapt.controls import control as make_control
 from knn_moe.errors import ConfigError, KnnMoeError, MissingDependencyError
 from knn_moe.inference.attach import Routing, attach
 from knn_moe.memory.memory import RoutingMemory
@@ -35,18 +34,25 @@ except ImportError as error:
 
 @register_model("knn-moe")
 class KnnMoeLM(HFLM):  # type: ignore[misc]
-    """A Hugging Face model that leans on a memory until it is deleted or `routing` detached.
+    """A Hugging Face model with a memory attached until it is deleted or `routing` is detached.
 
-    `memory`: a folder or a hub id; without one, the base model. How it is used is the memory's own
-    unless said otherwise; `control` takes one thing from it (controls.py). Everything else is
-    HFLM's.
+    Args:
+        pretrained: The name of an embedded model, a folder, a hub id, or a model.
+        memory: A folder or a hub id. None: the base model.
+        k: Replaces the memory's own value, as do `gamma`, `similarity` and `index`.
+        control: Replace the memory by this control of it: "shuffled", "random" or "own-logits".
+        rest: The arguments of HFLM.
+
+    Raises:
+        ConfigError: An argument is out of range, or has no effect without a memory.
+        MemoryMismatchError: The memory belongs to another model.
     """
 
     routing: Routing | None
 
     def __init__(
         self,
-        pretrained: Any,  # a name, a folder, a hub id or a model
+        pretrained: Any,
         memory: str | None = None,
         k: int | None = None,
         gamma: float | None = None,
@@ -55,39 +61,36 @@ class KnnMoeLM(HFLM):  # type: ignore[misc]
         control: str | None = None,
         **rest: Any,
     ) -> None:
-        # Before the weights are read, which may take minutes.
-        settings = {"k": k, "gamma": gamma, "similarity": similarity, "index": index}
-        opened, config = _open(memory, control, **settings)
+        # Everything is checked before the weights are loaded, which may take minutes.
+        options = {"k": k, "gamma": gamma, "similarity": similarity, "index": index}
+        changes = {name: value for name, value in options.items() if value is not None}
+        if control is not None:
+            CONTROLS.find(control)
+        opened = _open_memory(memory, [*changes, *(["control"] if control else [])])
+        config = replace(opened.routing, **changes) if opened else None
         if isinstance(pretrained, str):
             pretrained = embedded_model(pretrained)
         super().__init__(pretrained, **rest)
         self.routing = None
         if opened is not None and config is not None:
             if control is not None:
-                opened = controlled(opened, control, self.model)
+                opened = make_control(opened, control, self.model)
                 config = replace(config, head=opened.routing.head)
             self.routing = attach(self.model, opened, config)
             weakref.finalize(self, self.routing.detach).atexit = False
 
 
-def _open(
-    source: str | None, control: str | None, **settings: Any
-) -> tuple[RoutingMemory | None, RoutingConfig | None]:
-    """The memory, and its own routing with the settings that are not None in its place."""
-    chosen = {name: value for name, value in settings.items() if value is not None}
-    if control is not None:
-        CONTROLS.find(control)
+def _open_memory(source: str | None, options: list[str]) -> RoutingMemory | None:
     if source is not None:
-        memory = RoutingMemory.from_pretrained(source)
-        return memory, replace(memory.routing, **chosen)
-    named = [*chosen, *(["control"] if control is not None else [])]
-    if named:
-        raise ConfigError(f"{', '.join(named)} of no memory: give memory=… as well.")
-    return None, None
+        return RoutingMemory.from_pretrained(source)
+    if options:
+        verb = "has" if len(options) == 1 else "have"
+        raise ConfigError(f"{', '.join(options)} {verb} no effect without a memory. Add memory=….")
+    return None
 
 
 def main() -> None:
-    """lm_eval's own command line, on sys.argv."""
+    """Run lm_eval's command line."""
     try:
         cli_evaluate()
     except KnnMoeError as error:
