@@ -41,6 +41,7 @@ from knn_moe.errors import (
 from knn_moe.evaluation.evaluate import EvalConfig, evaluate
 from knn_moe.evaluation.lm_eval import KnnMoeLM, main
 from knn_moe.methods import KnnMoe, Method, ZeroShot
+from knn_moe.routers.intercept import find_hook
 from knn_moe.tasks import Choice, Task, TaskData
 
 pytestmark = pytest.mark.usefixtures("harness_offline")

@@ -62,12 +62,12 @@ class KnnMoeLM(HFLM):  # type: ignore[misc]
         **rest: Any,
     ) -> None:
         # Everything is checked before the weights are loaded, which may take minutes.
-        options = {"k": k, "gamma": gamma, "similarity": similarity, "index": index}
+        options: dict[str, Any] = {"k": k, "gamma": gamma, "similarity": similarity, "index": index}
         changes = {name: value for name, value in options.items() if value is not None}
         if control is not None:
             CONTROLS.find(control)
         opened = _open_memory(memory, [*changes, *(["control"] if control else [])])
-        config = replace(opened.routing, **changes) if opened else None
+        config = None if opened is None else replace(opened.routing, **changes)
         if isinstance(pretrained, str):
             pretrained = embedded_model(pretrained)
         super().__init__(pretrained, **rest)
