@@ -9,40 +9,34 @@ embedded model, docs/growth.svg, and tables between markers such as
     gains         two models, two texts (README.md must have it)
     costs         what recalling and building cost (README.md must have it)
     measurements  every method, task and model (docs/results.md must have it)
-    builds        building time of three published shapes
+    builds, pruning, pruning-calibrated, labels
 
 Running it again changes nothing; a test checks that the committed files are what it writes.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from common import Arguments, Row, make_parser, save_plot
+import measured_tables
+from common import Arguments, make_parser, save_plot
 from knn_moe.support.embedded_models import EMBEDDED_MODELS, embedded_model
+from measured_tables import LARGE, MODELS, read_measurement
 from model_cards import model_card
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-MEASUREMENTS: Final = ROOT / "docs" / "measurements"
-LARGE: Final = "olmoe-80m"
-MODELS: Final = (*EMBEDDED_MODELS, LARGE)
-TEXTS: Final = {"text_medical": "medical", "text_sql": "sql"}
-TASKS: Final = (*TEXTS, "medmcqa")
-METHODS: Final = {
-    "zero-shot": "zero-shot",
-    "knn-paper": "kNN-MoE, preset `paper`",
-    "knn": "kNN-MoE, preset `strong`",
-    "knn-calibrated": "**kNN-MoE, calibrated**",
-    "knn-calibrated+head": "**kNN-MoE, calibrated, with head**",
-    "sft-router": "SFT, routers only",
-    "sft": "SFT, LoRA on all weights",
-    "knn-lm": "kNN-LM",
-    "knn-calibrated+knn-lm": "kNN-MoE, calibrated, and kNN-LM",
+TABLES: Final = {
+    "gains": measured_tables.gains_table,
+    "costs": measured_tables.costs_table,
+    "measurements": measured_tables.measurements_table,
+    "builds": measured_tables.builds_table,
+    "pruning": measured_tables.pruning_table,
+    "pruning-calibrated": measured_tables.pruning_calibrated_table,
+    "labels": measured_tables.labels_table,
 }
-COST_SHAPE: Final = "olmoe-1b-7b"
+REQUIRED: Final = {"README.md": ("gains", "costs"), "results.md": ("measurements",)}
 
 
 def main(arguments: Arguments = None) -> None:
@@ -84,100 +78,6 @@ def fill_markers(text: str, name: str) -> str:
     return text
 
 
-def read_measurement(name: str) -> Any:
-    """Read a file of docs/measurements."""
-    return json.loads((MEASUREMENTS / name).read_text(encoding="utf8"))
-
-
-def gains_table() -> str:
-    """Return the README's gains: every way to adapt two models to two texts."""
-    columns = [(model, task) for model in (EMBEDDED_MODELS[0], LARGE) for task in TEXTS]
-    header = ["nats per token", *(f"{model}, {TEXTS[task]}" for model, task in columns)]
-    rows = [
-        [title, *(method_cell(model, task, method) for model, task in columns)]
-        for method, title in METHODS.items()
-        if method != "knn-calibrated+knn-lm"
-    ]
-    return markdown_table(header, rows)
-
-
-def measurements_table() -> str:
-    """Return the full table: every task, method and model, with the seconds of preparation."""
-    rows = [
-        [task, title, *(method_cell(model, task, method, seconds=True) for model in MODELS)]
-        for task in TASKS
-        for method, title in METHODS.items()
-    ]
-    return markdown_table(["task", "method", *MODELS], rows)
-
-
-def method_cell(model: str, task: str, method: str, *, seconds: bool = False) -> str:
-    """Format the zero-shot loss or, for other methods, the change and half its interval."""
-    rows: list[Row] = read_measurement(f"calibrated/{model}-{task}.json")
-    row = next((row for row in rows if row["method"] == method), None)
-    if row is None:
-        return "-"
-    loss, change = ("nll", "nll_change") if task in TEXTS else ("answer_loss", "answer_change")
-    if row[change] is None:
-        return f"{row[loss]:.3f}"
-    found = row[change]
-    cell = f"{found['difference']:+.3f} ± {(found['high'] - found['low']) / 2:.3f}"
-    return f"{cell}, {row['preparation_seconds']:.0f} s" if seconds else cell
-
-
-def costs_table() -> str:
-    """Return the README's costs: what recalling adds to time and GPU memory, and building."""
-    rows: list[Row] = read_measurement(f"retrieval/{COST_SHAPE}.json")["rows"]
-    cells = {(row["what"], row["index"]): row for row in rows}
-    kinds = sorted({row["what"] for row in rows if "eager" not in row["what"]})
-    lines = [
-        [
-            kind,
-            f"{cells[kind, 'fast']['alone_milliseconds']:.3g} ms",
-            *(percent(cells[kind, index]["times_alone"]) for index in ("fast", "exact")),
-        ]
-        for kind in kinds
-    ]
-    fast, exact = (cells[kinds[0], index] for index in ("fast", "exact"))
-    added = [percent(row["memory_times_alone"]) for row in (fast, exact)]
-    lines.append(["GPU memory", f"{fast['alone_gigabytes']:.1f} GB", *added])
-    build = read_measurement(f"building/{COST_SHAPE}.json")
-    seconds = f"{build['seconds']:.1f} s"
-    lines.append([f"build from {build['tokens']:,} tokens", "-", seconds, seconds])
-    name = f"{build['name']}, one {build['device']}"
-    return markdown_table([name, "without memory", "index `fast`", "index `exact`"], lines)
-
-
-def builds_table() -> str:
-    """Return the time and memory it takes to build, for each published shape."""
-    rows = []
-    for path in sorted((MEASUREMENTS / "building").glob("*.json")):
-        found = json.loads(path.read_text(encoding="utf8"))
-        rows.append(
-            [
-                f"{found['name']} (batches of {found['batch_tokens']:,} tokens)",
-                f"{found['model_tokens_per_second']:,} tokens/s",
-                f"{found['times_plain']} ×",
-                f"{found['seconds']} s for {found['gigabytes_on_disk']} GB",
-                f"{found['peak_gigabytes']} GB",
-            ]
-        )
-    header = ["shape", "in the model", "against one sequence at a time, `eager`"]
-    return markdown_table([*header, "end to end, memory on disk", "peak GPU memory"], rows)
-
-
-def percent(times: float) -> str:
-    """Format a factor as what it adds, in percent."""
-    added = (times - 1) * 100
-    return f"{added:+.1f} %" if abs(added) < 10 else f"{added:+.0f} %"
-
-
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table in Markdown."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
 def plot_growth(path: Path) -> None:
     """Plot the gain on medical text against the size of the reference set, a line per model."""
     from matplotlib.figure import Figure
@@ -210,14 +110,6 @@ def plot_growth(path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     save_plot(figure, path)
 
-
-TABLES: Final = {
-    "gains": gains_table,
-    "costs": costs_table,
-    "measurements": measurements_table,
-    "builds": builds_table,
-}
-REQUIRED: Final = {"README.md": ("gains", "costs"), "results.md": ("measurements",)}
 
 if __name__ == "__main__":
     main()

@@ -10,7 +10,7 @@ import torch
 
 from common import MeasurementFile, compare_losses
 from knn_moe.tasks.likelihood import TokenLosses
-from publish import MEASUREMENTS
+from measured_tables import MEASUREMENTS
 
 
 def test_a_comparison_has_means_and_paired_changes() -> None:

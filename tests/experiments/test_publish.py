@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import measured_tables
 import publish
 from knn_moe.support.embedded_models import EMBEDDED_MODELS
 from model_cards import gain_cell
@@ -31,11 +32,11 @@ def test_the_script_runs_from_end_to_end(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(publish, "embedded_model", assets.__getitem__)
     publish.main([])
     readme = (tmp_path / "README.md").read_text()
-    assert publish.gains_table() in readme
-    assert publish.costs_table() in readme
+    assert measured_tables.gains_table() in readme
+    assert measured_tables.costs_table() in readme
     assert readme.startswith("before\n")
     assert readme.endswith("after\n")
-    assert publish.measurements_table() in (tmp_path / "docs" / "results.md").read_text()
+    assert measured_tables.measurements_table() in (tmp_path / "docs" / "results.md").read_text()
     for name, folder in assets.items():
         assert f"\n# {name}\n" in (folder / "README.md").read_text()
     plot = (tmp_path / "docs" / "growth.svg").read_text(encoding="utf8")
@@ -52,7 +53,7 @@ def test_a_missing_marker_is_named(text: str) -> None:
 
 
 def test_the_gains_are_one_small_table() -> None:
-    lines = publish.gains_table().splitlines()
+    lines = measured_tables.gains_table().splitlines()
     assert len(lines) == 2 + 8
     assert lines[0].startswith("| nats per token | tiny-olmoe, medical | tiny-olmoe, sql |")
     assert lines[2].startswith("| zero-shot | 3.932 | 3.961 |")
@@ -60,7 +61,7 @@ def test_the_gains_are_one_small_table() -> None:
 
 
 def test_the_costs_are_shares_of_the_model_without_a_memory() -> None:
-    table = publish.costs_table()
+    table = measured_tables.costs_table()
     assert "| decode, batch 1, compiled | 2.15 ms | +7.6 % | +331 % |" in table
     assert "| GPU memory | 13.9 GB | +5.5 % | +101 % |" in table
 
