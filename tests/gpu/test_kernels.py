@@ -19,7 +19,7 @@ from helpers.kernel_layers import (
     use_path,
 )
 from helpers.points import DTYPES, clustered, split
-from knn_moe.equations.mixing import confidence, mix_logits, propose_logits
+from knn_moe.equations.mixing import confidence, mix_logits, neighbour_weights, propose_logits
 from knn_moe.equations.similarity import rbf
 from knn_moe.index import FastIndex, IndexConfig
 from knn_moe.index.fast.fused import FusedRecall
@@ -58,7 +58,8 @@ def test_a_memory_of_many_lists(bits: int, dtype: torch.dtype) -> None:
     values, logits = PackedValues.of(randn(len(keys), 64), 8), randn(9000, 64).to(dtype)
     distance, places = index.estimate(queries, 8)
     widths = torch.stack([1 / distance.median(), 0.5 / distance.median(), WIDTHS[2]])
-    proposal = propose_logits(values.at(places), rbf(distance, widths[0]))
+    weights = neighbour_weights(rbf(distance, widths[0]))
+    proposal = propose_logits(values.at(places), weights)
     weight = widths[2] * confidence(rbf(distance, widths[1]))
     expected = mix_logits(logits.float(), proposal, weight)
     layer = FusedRecall(index, values, widths, KernelConfig(8, index.probes, 0, 8))

@@ -1,4 +1,4 @@
-"""Layers for the kernels of `fast`: an index on a grid of whole numbers, and what torch finds in it.
+"""Layers for the kernels of `fast`: indexes on a grid of whole numbers, and what torch finds there.
 
 No number is rounded on that grid, so the kernels must find exactly the same places.
 """
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from knn_moe.equations.mixing import confidence, mix_logits, propose_logits
+from knn_moe.equations.mixing import confidence, mix_logits, neighbour_weights, propose_logits
 from knn_moe.equations.similarity import cosine, rbf
 from knn_moe.index import FastIndex, IndexConfig
 from knn_moe.index.fast import index as index_module
@@ -125,7 +125,8 @@ class Layer:
         squared_distance, places = self.index.estimate(self.inputs, self.case.k)
         similarity = cosine if self.case.cosine else rbf
         gamma, confidence_gamma, confidence_factor = WIDTHS
-        proposal = propose_logits(self.values.at(places), similarity(squared_distance, gamma))
+        weights = neighbour_weights(similarity(squared_distance, gamma))
+        proposal = propose_logits(self.values.at(places), weights)
         weight = confidence_factor * confidence(similarity(squared_distance, confidence_gamma))
         return mix_logits(self.logits.float(), proposal, weight), weight
 
