@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from helpers.calibrating import QUICK, open_cases, sayings
-from helpers.commands import knn_moe
+from helpers.commands import run_cli
 from helpers.zoo import BUILD, family
 from knn_moe import RoutingConfig, RoutingMemory, attach, build_memory, find_routers
 from knn_moe.adapt.calibrate.build_calibrated import build_calibrated
@@ -155,10 +155,10 @@ def test_the_calibrate_command_writes_what_it_finds(
 ) -> None:
     before = RoutingMemory.from_pretrained(sayings_folder)
     arguments = ("calibrate", olmoe_folder, sayings_folder, "-k", 4, "--value-rate", 0.3)
-    tried = knn_moe(*arguments, "--dry-run", "--json")
+    tried = run_cli(*arguments, "--dry-run", "--json")
     assert tried.exit_code == 0, tried.output
     assert RoutingMemory.from_pretrained(sayings_folder).manifest == before.manifest
-    done = knn_moe(*arguments)
+    done = run_cli(*arguments)
     assert done.exit_code == 0, done.output
     assert "K = 4" in done.stdout
     after = RoutingMemory.from_pretrained(sayings_folder)
@@ -169,7 +169,7 @@ def test_the_calibrate_command_writes_what_it_finds(
     assert not after.layers[0].values.equal(before.layers[0].values)
     with attach(olmoe, after) as routing:
         assert routing.config == after.routing
-    shown = knn_moe("inspect", sayings_folder).stdout
+    shown = run_cli("inspect", sayings_folder).stdout
     assert f"{report['change']['difference']:+.4f} nats per token" in shown
     assert "γ scale" in shown
     card = (sayings_folder / "README.md").read_text(encoding="utf8")
@@ -187,10 +187,10 @@ def test_building_and_calibrating_at_once(
         (("--calibrate", "--append", sayings_folder), "cannot be combined"),
         (("--head",), "Add --calibrate"),
     ):
-        refused = knn_moe(*arguments, *more)
+        refused = run_cli(*arguments, *more)
         assert refused.exit_code == 2
         assert message in " ".join(refused.stderr.split())
-    done = knn_moe(*arguments, "--calibrate", "--head", "--json")
+    done = run_cli(*arguments, "--calibrate", "--head", "--json")
     assert done.exit_code == 0, done.output
     report = json.loads(done.stdout)["calibration"]
     assert report["helps"] == (report["head"] is not None)
@@ -213,7 +213,7 @@ def test_the_calibrate_command_refuses(
         ((sayings_folder, "-k", 0), "neighbours must be"),
         ((sayings_folder, "--keep-values", "--value-rate", 0.1), "contradict each other"),
     ):
-        result = knn_moe("calibrate", olmoe_folder, *arguments)
+        result = run_cli("calibrate", olmoe_folder, *arguments)
         assert result.exit_code == 2
         assert message in " ".join(result.stderr.split())
     assert sorted(path.read_bytes() for path in sayings_folder.iterdir()) == before

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from helpers.calibrating import QUICK, mean_loss, open_cases, sayings
-from helpers.commands import knn_moe
+from helpers.commands import run_cli
 from helpers.zoo import BUILD, make_texts
 from knn_moe import HeadConfig, RoutingMemory, attach, build_memory, calibrate
 from knn_moe.adapt.calibrate.language_head import (
@@ -97,13 +97,13 @@ def test_what_is_tried_is_what_attaching_gives(
 
 def test_the_command_writes_a_head(olmoe_folder: Path, sayings_folder: Path) -> None:
     arguments = ("calibrate", olmoe_folder, sayings_folder, "-k", 4, "--value-rate", 0.3, "--head")
-    tried = knn_moe(*arguments, "--dry-run", "--json")
+    tried = run_cli(*arguments, "--dry-run", "--json")
     assert tried.exit_code == 0, tried.output
-    done = knn_moe(*arguments)
+    done = run_cli(*arguments)
     assert done.exit_code == 0, done.output
     head = RoutingMemory.from_pretrained(sayings_folder).routing.head
     assert head is not None
     assert json.loads(tried.stdout)["head"]["config"] == vars(head)
     assert f"head ({head.k} cases, weight {head.weight:g}" in done.output
     assert f"weight {head.weight:g}" in (sayings_folder / "README.md").read_text(encoding="utf8")
-    assert "head" in knn_moe("inspect", sayings_folder).stdout
+    assert "head" in run_cli("inspect", sayings_folder).stdout

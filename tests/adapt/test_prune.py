@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from helpers.calibrating import QUICK, mean_loss, sayings
-from helpers.commands import knn_moe
+from helpers.commands import run_cli
 from helpers.memories import same_cases
 from helpers.zoo import BUILD, family, make_texts
 from knn_moe import (
@@ -312,11 +312,11 @@ def test_the_prune_command(
     olmoe_folder: Path, small_folder: Path, small_memory: RoutingMemory
 ) -> None:
     small, other = small_folder.with_name("s"), small_folder.with_name("t")
-    done = knn_moe("prune", olmoe_folder, small_folder, "--keep", 0.25, "-o", small, "--json")
+    done = run_cli("prune", olmoe_folder, small_folder, "--keep", 0.25, "-o", small, "--json")
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["cases"] == round(0.25 * len(small_memory))
-    assert "by loss" in knn_moe("inspect", small).stdout
-    by_chance = knn_moe("prune", small_folder, "--keep", 0.5, "--by", "chance")
+    assert "by loss" in run_cli("inspect", small).stdout
+    by_chance = run_cli("prune", small_folder, "--keep", 0.5, "--by", "chance")
     assert by_chance.exit_code == 0, by_chance.output
     written = RoutingMemory.from_pretrained(f"{small_folder}-pruned")
     assert same_cases(written, prune(None, small_memory, 0.5, by="chance"))
@@ -327,7 +327,7 @@ def test_the_prune_command(
         ((olmoe_folder, small_folder, "--by", "chance", "-o", other), "uses no model"),
         ((olmoe_folder, small_folder, small_folder, "-o", other), "a model and a memory"),
     ):
-        refused = knn_moe("prune", *arguments)
+        refused = run_cli("prune", *arguments)
         assert refused.exit_code == 2
         assert message in " ".join(refused.stderr.split())
     assert not other.exists()

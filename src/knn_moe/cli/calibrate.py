@@ -147,8 +147,8 @@ def show_calibration(found: Calibration) -> None:
     )
     if found.head:
         _show_head(found.head)
-    parts = ", ".join(f"{part} {seconds:.0f}" for part, seconds in found.seconds_by_part.items())
-    print_note(f"Seconds spent: {parts}.")
+    parts = [f"{part} ({seconds:.0f} s)" for part, seconds in found.seconds_by_part.items()]
+    print_note(f"Time spent: {'; '.join(parts)}.")
     if not found.helps:
         print_note("The memory does not help on held-out examples, so calibration turned it off.")
 

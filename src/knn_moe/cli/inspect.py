@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from knn_moe.config import LayerRouting
     from knn_moe.memory.memory import RoutingMemory
 
-WIDTH_COLUMNS: Final = ("γ scale", "confidence scale", "confidence factor")
+WIDTH_COLUMNS: Final = ("γ scale", "λ scale", "λ factor")
 
 
 @click.command(name="inspect")
@@ -29,7 +29,8 @@ def command(memory: str, as_json: bool) -> None:
 
     MEMORY is a folder or a hub id. Every file is read once to verify its checksum. For each layer
     the table shows the width γ and the distance at which a case has a similarity of 1/e (typical
-    distance); for a calibrated memory also the factors of γ and of the confidence (λ).
+    distance). A calibrated memory also has a factor of γ for the weights of neighbours (γ scale), a
+    factor of γ for the confidence λ (λ scale), and a factor of λ itself (λ factor).
     """
     from knn_moe.memory.memory import RoutingMemory
 
@@ -45,7 +46,7 @@ def command(memory: str, as_json: bool) -> None:
 
 def show_layers(memory: RoutingMemory) -> None:
     """Print one row per layer, with the quality of the index if the memory is compressed."""
-    columns = ["layer", "cases", "hidden size", "experts", "keys", "γ", "typical distance"]
+    columns = ["layer", "cases", "hidden", "experts", "keys", "γ", "typical distance"]
     columns += ["bytes per key"]
     if memory.compressed:
         columns += ["recall", "λ error"]
