@@ -26,6 +26,7 @@ NEAR: Final = "medical"  # the unseen domain nearest to what the models have rea
 DOMAINS: Final = (NEAR, "sql")
 
 Row = dict[str, Any]
+Arguments = Sequence[str] | None  # of main(); None: those of the command line
 
 
 @dataclass(frozen=True)
@@ -142,8 +143,10 @@ def make_parser(documentation: str | None) -> argparse.ArgumentParser:
     )
 
 
-def measuring_parser(documentation: str | None, sequences: int, windows: int) -> Any:
-    """Make the parser of a script that tries memories on models. Sizes are the defaults."""
+def measuring_parser(
+    documentation: str | None, sequences: int, windows: int
+) -> argparse.ArgumentParser:
+    """Make the parser of a script that tries memories on models. The sizes are its defaults."""
     parser = make_parser(documentation)
     parser.add_argument("models", nargs="+", help="embedded model names or model folders")
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
@@ -194,6 +197,3 @@ def save_plot(figure: Any, path: Path) -> None:
 
     with mpl.rc_context({"svg.hashsalt": "knn-moe"}):
         figure.savefig(path, metadata={"Date": None})
-
-
-Arguments = Sequence[str] | None  # of main(); None: those of the command line
