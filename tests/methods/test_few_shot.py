@@ -1,4 +1,4 @@
-"""5-shot: the most similar solved questions, in the paper's words, and as many as fit."""
+"""5-shot: the most similar solved questions in the paper's prompt, as many as fit."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from helpers.tiny import model, tokenizer  # noqa: F401
 from knn_moe.errors import ConfigError
 from knn_moe.evaluation.compare import match_samples
 from knn_moe.evaluation.evaluate import EvalConfig, evaluate, prepare_questions
 from knn_moe.methods import TaskContext, ZeroShot, prepare
-from knn_moe.methods.embedding import embedder
+from knn_moe.methods.embedding import load_embedder
 from knn_moe.methods.few_shot import FewShot, prepare_few_shot
 from knn_moe.tasks import Choice, Number, Task, TaskData, Text
 from knn_moe.tasks.kinds import Function, Program
@@ -28,7 +27,7 @@ LIKELY = EvalConfig(scoring="likelihood", batch_size=4)
 
 
 def rows() -> list[Row]:
-    """A question for each topic and land, with as many choices as there is room for."""
+    """Return a question for each topic and country, with two to four choices."""
     made = []
     for number, (topic, land) in enumerate((topic, land) for topic in TOPICS for land in LANDS):
         choices = [f"thing {number + place}" for place in range(2 + number % 3)]
@@ -54,17 +53,19 @@ def few_shot(model: Any, tokenizer: Any, data: TaskData, scoring: str) -> FewSho
 
 
 def nearest(data: TaskData, row: Row) -> list[Row]:
-    """The five most similar by hand, the most similar last."""
-    vectors = embedder()([each["question"] for each in data.reference])
-    cosines = (vectors @ embedder()([row["question"]])[0]).tolist()
+    """Return the five most similar rows, the most similar last."""
+    vectors = load_embedder()([each["question"] for each in data.reference])
+    cosines = (vectors @ load_embedder()([row["question"]])[0]).tolist()
     order = sorted(range(len(cosines)), key=cosines.__getitem__)
     return [data.reference[place] for place in order[-5:]]
 
 
-def test_the_papers_prompt_of_the_most_similar(model: PreTrainedModel, tokenizer: Any) -> None:
+def test_the_papers_prompt_with_the_most_similar_questions(
+    tiny_olmoe: PreTrainedModel, tiny_tokenizer: Any
+) -> None:
     data = lands()
-    asked = prepare_questions(tokenizer, data, EvalConfig(scoring="generation")).questions
-    made = few_shot(model, tokenizer, data, "generation").reword(asked)
+    asked = prepare_questions(tiny_tokenizer, data, EvalConfig(scoring="generation")).questions
+    made = few_shot(tiny_olmoe, tiny_tokenizer, data, "generation").reword(asked)
     for before, after in zip(asked, made, strict=True):
         shots = nearest(data, before.row)
         assert before.row["question"].replace("Peru", "") in [
@@ -79,17 +80,17 @@ def test_the_papers_prompt_of_the_most_similar(model: PreTrainedModel, tokenizer
             blocks.append("\n".join([f"Question: {row['question']}", "Choices:", *listed]))
             if row is not before.row:
                 blocks[-1] += f"\nThe correct answer is ({'ABCD'[row['answer']]})"
-        assert tokenizer.decode(after.ids) == "\n\n".join(blocks)
+        assert tiny_tokenizer.decode(after.ids) == "\n\n".join(blocks)
         assert (after.id, after.hash, after.row) == (before.id, before.hash, before.row)
 
 
 @pytest.mark.parametrize("bare", [False, True])
-def test_by_likelihood_contexts_with_right_choices(
-    bare: bool, model: PreTrainedModel, tokenizer: Any
+def test_prompts_by_likelihood_show_right_choices(
+    bare: bool, tiny_olmoe: PreTrainedModel, tiny_tokenizer: Any
 ) -> None:
     data = lands(Choice(bare=bare))
-    asked = prepare_questions(tokenizer, data, LIKELY).questions
-    made = few_shot(model, tokenizer, data, "likelihood").reword(asked)
+    asked = prepare_questions(tiny_tokenizer, data, LIKELY).questions
+    made = few_shot(tiny_olmoe, tiny_tokenizer, data, "likelihood").reword(asked)
     for before, after in zip(asked, made, strict=True):
         blocks = []
         for row in (*nearest(data, before.row), before.row):
@@ -98,7 +99,7 @@ def test_by_likelihood_contexts_with_right_choices(
             blocks.append(context + right)
         expected = "\n\n".join(blocks)
         for (ids, _), choice in zip(after.choices, before.row["choices"], strict=True):
-            assert tokenizer.decode(after.ids + ids) == f"{expected} {choice}"
+            assert tiny_tokenizer.decode(after.ids + ids) == f"{expected} {choice}"
         assert (after.hash, after.options) == (before.hash, before.options)
         assert [skipped for _, skipped in after.choices] == [s for _, s in before.choices]
 
@@ -115,19 +116,19 @@ def test_by_likelihood_contexts_with_right_choices(
     ],
     ids=["number", "program", "function"],
 )
-def test_other_kinds_are_solved_prompts(
-    kind: Kind, fields: Row, model: PreTrainedModel, tokenizer: Any
+def test_other_kinds_show_solved_prompts(
+    kind: Kind, fields: Row, tiny_olmoe: PreTrainedModel, tiny_tokenizer: Any
 ) -> None:
     made = [
         {"question": row["question"], "prompt": f"Count: {row['question']}", **fields}
         for row in rows()[:8]
     ]
     data = quiz(kind, made[:1], made[1:])
-    asked = prepare_questions(tokenizer, data, EvalConfig(scoring="generation")).questions
-    (after,) = few_shot(model, tokenizer, data, "generation").reword(asked)
+    asked = prepare_questions(tiny_tokenizer, data, EvalConfig(scoring="generation")).questions
+    (after,) = few_shot(tiny_olmoe, tiny_tokenizer, data, "generation").reword(asked)
     shots = nearest(data, made[0]) if isinstance(kind, Number) else nearest_prompts(data, made[0])
     blocks = [f"{kind.prompt(row)}\n{kind.completion(row)}" for row in shots]
-    assert tokenizer.decode(after.ids) == "\n\n".join([*blocks, kind.prompt(made[0])])
+    assert tiny_tokenizer.decode(after.ids) == "\n\n".join([*blocks, kind.prompt(made[0])])
 
 
 def nearest_prompts(data: TaskData, row: Row) -> list[Row]:
@@ -136,50 +137,54 @@ def nearest_prompts(data: TaskData, row: Row) -> list[Row]:
     return [data.reference[renamed.index(each)] for each in found]
 
 
-def test_a_run_can_be_compared_and_leaves_the_model(
-    model: PreTrainedModel, tokenizer: Any, tmp_path: Path
+def test_a_run_can_be_compared_and_leaves_the_model_as_it_was(
+    tiny_olmoe: PreTrainedModel, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
     data = lands()
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    alone = evaluate(model, tokenizer, data, ZeroShot(), LIKELY, folder=tmp_path / "zero-shot")
-    prepared = prepare("5-shot", TaskContext(model, tokenizer, data, "likelihood"))
-    run = evaluate(model, tokenizer, data, prepared, LIKELY, folder=tmp_path / "5-shot")
+    state = {name: tensor.clone() for name, tensor in tiny_olmoe.state_dict().items()}
+    alone = evaluate(
+        tiny_olmoe, tiny_tokenizer, data, ZeroShot(), LIKELY, folder=tmp_path / "zero-shot"
+    )
+    prepared = prepare("5-shot", TaskContext(tiny_olmoe, tiny_tokenizer, data, "likelihood"))
+    run = evaluate(tiny_olmoe, tiny_tokenizer, data, prepared, LIKELY, folder=tmp_path / "5-shot")
     pairs = match_samples(run, alone)
     assert all(ours.likelihoods != theirs.likelihoods for ours, theirs in pairs)
     assert run.facts["reworded"]
     assert run.facts["method_facts"] == {
         "shots": 5,
         "order": "most similar last",
-        "embedding": embedder().name,
+        "embedding": load_embedder().name,
         "reference": 12,
         "shortened": 0,
     }
-    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(torch.equal(state[name], tensor) for name, tensor in tiny_olmoe.state_dict().items())
 
 
 @pytest.mark.parametrize(
     ("scoring", "written", "spare"), [("likelihood", 0, 15), ("generation", 8, 60)]
 )
-def test_the_least_similar_are_left_out_where_all_are_too_long(
-    scoring: str, written: int, spare: int, model: PreTrainedModel, tokenizer: Any
+def test_long_prompts_lose_their_least_similar_shots(
+    scoring: str, written: int, spare: int, tiny_olmoe: PreTrainedModel, tiny_tokenizer: Any
 ) -> None:
-    """A question that keeps some of its shots, and one that fills the model alone."""
-    room = model.config.max_position_embeddings - written
+    """One question keeps some of its shots; another fills the model by itself."""
+    room = tiny_olmoe.config.max_position_embeddings - written
     kind = Choice(max_new_tokens=8)
     full = {"question": "word " * (room + written - spare), "choices": ["a", "b"], "answer": 0}
     reference = [{**row, "question": row["question"] + " very" * 250} for row in rows()[2:8]]
     data = quiz(kind, [rows()[0], full], reference)
-    asked = prepare_questions(tokenizer, data, EvalConfig(scoring=scoring)).questions
-    method = few_shot(model, tokenizer, data, scoring)
+    asked = prepare_questions(tiny_tokenizer, data, EvalConfig(scoring=scoring)).questions
+    method = few_shot(tiny_olmoe, tiny_tokenizer, data, scoring)
     made = method.reword(asked)
     assert method.facts()["shortened"] == 2
     assert made[1] == asked[1]
     shots = nearest(data, asked[0].row)
-    shown = [tokenizer.decode(made[0].ids).count(row["question"]) for row in shots]
+    shown = [tiny_tokenizer.decode(made[0].ids).count(row["question"]) for row in shots]
     kept = sum(shown)
     assert 0 < kept < 5
     assert shown == [0] * (5 - kept) + [1] * kept
-    fits = [_length(method._with(asked[0], shots[-count:])) <= room for count in (kept, kept + 1)]
+    fits = [
+        _length(method._add_shots(asked[0], shots[-count:])) <= room for count in (kept, kept + 1)
+    ]
     assert fits == [True, False]
 
 
@@ -187,31 +192,33 @@ def _length(question: Question) -> int:
     return len(question.ids) + max((len(ids) for ids, _ in question.choices), default=0)
 
 
-def test_as_many_shots_as_there_are(model: PreTrainedModel, tokenizer: Any) -> None:
+def test_fewer_reference_questions_than_shots(
+    tiny_olmoe: PreTrainedModel, tiny_tokenizer: Any
+) -> None:
     data = quiz(Choice(), rows()[:1], rows()[1:3])
-    asked = prepare_questions(tokenizer, data, LIKELY).questions
-    method = few_shot(model, tokenizer, data, "likelihood")
+    asked = prepare_questions(tiny_tokenizer, data, LIKELY).questions
+    method = few_shot(tiny_olmoe, tiny_tokenizer, data, "likelihood")
     (made,) = method.reword(asked)
-    assert tokenizer.decode(made.ids).count("Question:") == 3
+    assert tiny_tokenizer.decode(made.ids).count("Question:") == 3
     assert method.facts()["shortened"] == 0
 
 
-def test_through_the_chat_template(model: PreTrainedModel, tokenizer: Any) -> None:
-    chatty = copy.deepcopy(tokenizer)
+def test_through_the_chat_template(tiny_olmoe: PreTrainedModel, tiny_tokenizer: Any) -> None:
+    chatty = copy.deepcopy(tiny_tokenizer)
     chatty.chat_template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     data = lands()
     asked = prepare_questions(chatty, data, EvalConfig(scoring="generation")).questions
-    text = chatty.decode(few_shot(model, chatty, data, "generation").reword(asked)[0].ids)
+    text = chatty.decode(few_shot(tiny_olmoe, chatty, data, "generation").reword(asked)[0].ids)
     assert text.startswith("<user>Here are some example expert")
     assert text.endswith("</user><assistant>")
     assert text.count("The correct answer is (") == 5
 
 
-def test_text_has_no_shots(model: PreTrainedModel, tokenizer: Any) -> None:
+def test_texts_are_refused(tiny_olmoe: PreTrainedModel, tiny_tokenizer: Any) -> None:
     texts = [{"text": "Rain fell."}]
     data = quiz(Text(), texts, texts)
-    with pytest.raises(ConfigError, match="quiz is text, in which nothing is asked: 5-shot"):
-        prepare_few_shot(TaskContext(model, tokenizer, data, "text"))
+    with pytest.raises(ConfigError, match="5-shot needs questions, and quiz is plain text"):
+        prepare_few_shot(TaskContext(tiny_olmoe, tiny_tokenizer, data, "text"))

@@ -1,4 +1,4 @@
-"""kNN-LM: the mixture of a plain loop, on any model, and nothing of it left afterwards."""
+"""kNN-LM: the mixture equals a plain loop on any model, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from knn_moe.methods.knn_lm import (
     KnnLm,
     KnnLmConfig,
     KnnLmHead,
-    Neighbours,
-    Store,
+    TokenIndex,
+    TokenStore,
     choose,
-    held_apart,
+    hold_out,
     prepare_knn_lm,
     read_store,
 )
@@ -50,37 +50,32 @@ TASK = Task(name="words", title="Words", kind=Text(), files="words")
 DATA = TaskData(TASK, sentences(6, seed=1), sentences(14, seed=0), "made up")
 
 
-@pytest.fixture(scope="module")
-def words() -> Any:
-    return tiny.words()
-
-
 @pytest.fixture(scope="module", params=EMBEDDED_MODELS)
-def each(request: pytest.FixtureRequest, words: Any) -> TaskContext:
-    return TaskContext(tiny.trained(request.param), words, DATA, "text", length=24)
+def each_context(request: pytest.FixtureRequest, tiny_tokenizer: Any) -> TaskContext:
+    return TaskContext(tiny.trained(request.param), tiny_tokenizer, DATA, "text", length=24)
 
 
 @pytest.fixture(scope="module")
-def context(words: Any) -> TaskContext:
-    return TaskContext(tiny.trained("tiny-olmoe"), words, DATA, "text", length=24)
+def olmoe_context(tiny_tokenizer: Any) -> TaskContext:
+    return TaskContext(tiny.trained("tiny-olmoe"), tiny_tokenizer, DATA, "text", length=24)
 
 
 @pytest.fixture(params=["gemma4_text", "granitemoe", "jamba"])
-def other(request: pytest.FixtureRequest, tokenizer: Any) -> TaskContext:
-    """Logits that are capped or scaled after the output embedding, and layers of another kind."""
+def other_family(request: pytest.FixtureRequest, tokenizer: Any) -> TaskContext:
+    """Families that cap or scale the logits, or have recurrent layers."""
     rows = [{"text": text} for text in make_texts(9)]
     return TaskContext(family(request.param), tokenizer, TaskData(TASK, rows, rows, ""), "text")
 
 
 def windows(context: TaskContext) -> Iterator[Tensor]:
-    """Each text of the reference, cut as it will be asked."""
+    """Yield the reference texts, cut into windows."""
     for row in context.rows:
         yield from torch.tensor(context.tokenizer(row["text"])["input_ids"]).split(context.length)
 
 
 @torch.no_grad()
 def states(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Of one sequence: what the output embedding reads [T, d], and the logits [T, V]."""
+    """Return the inputs of the output embedding [T, d] and the logits [T, V] of a sequence."""
     seen: list[Tensor] = []
     head = model.get_output_embeddings()
     handle = head.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
@@ -92,7 +87,7 @@ def states(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
 def slow_mixture(
     context: TaskContext, config: KnnLmConfig, ids: Tensor
 ) -> tuple[Tensor, list[tuple[float, int]]]:
-    """p(y | x) of each token, by a loop over all that was read; and the last token's nearest."""
+    """Return p(y | x) of each token by a plain loop, and the nearest of the last token."""
     store = []
     for window in windows(context):
         hidden, _ = states(context.model, window)
@@ -120,56 +115,60 @@ def check_mixture(context: TaskContext, ids: Tensor, temperature: float) -> None
     torch.testing.assert_close(logits.softmax(dim=-1), expected, rtol=1e-3, atol=1e-5)
 
 
-def test_the_mixture_is_that_of_a_plain_loop(each: TaskContext) -> None:
-    check_mixture(each, torch.tensor(each.tokenizer("the green stone, some rain")["input_ids"]), 90)
+def test_the_mixture_is_that_of_a_plain_loop(each_context: TaskContext) -> None:
+    check_mixture(
+        each_context,
+        torch.tensor(each_context.tokenizer("the green stone, some rain")["input_ids"]),
+        90,
+    )
 
 
-def test_the_mixture_of_other_families(other: TaskContext, prompt: Tensor) -> None:
-    check_mixture(other, prompt[0], temperature=20)
+def test_the_mixture_of_other_families(other_family: TaskContext, prompt: Tensor) -> None:
+    check_mixture(other_family, prompt[0], temperature=20)
 
 
-def test_the_store_holds_the_tokens_of_a_routing_memory(each: TaskContext) -> None:
-    """Batches are padded, and padding is no token."""
-    store = read_store(each)
-    memory = routing_memory(each).provenance
+def test_the_store_holds_the_tokens_of_a_routing_memory(each_context: TaskContext) -> None:
+    """Padding of batches is not stored."""
+    store = read_store(each_context)
+    memory = routing_memory(each_context).provenance
     starts = set(memory.begin.tolist())
     rows = [row for row in range(len(memory)) if row + 1 not in starts]
     assert store.values.tolist() == memory.stream[torch.tensor(rows) + 1].tolist()
     assert store.example.tolist() == memory.example[rows].tolist()
     keys, own = [], []
-    for window in windows(each):
-        hidden, logits = states(each.model, window)
+    for window in windows(each_context):
+        hidden, logits = states(each_context.model, window)
         keys.append(hidden[:-1])
         likelihoods = logits[:-1].log_softmax(dim=-1)
         own.append(likelihoods.gather(1, window[1:, None])[:, 0])
     torch.testing.assert_close(store.keys, torch.cat(keys), rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(store.own, torch.cat(own), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(store.log_likelihood, torch.cat(own), rtol=1e-3, atol=1e-3)
 
 
-def test_without_weight_it_is_the_model_alone(context: TaskContext) -> None:
-    ids = torch.tensor([context.tokenizer(DATA.test[0]["text"])["input_ids"]])
-    alone = context.model(ids).logits
-    with prepare_knn_lm(context, replace(GIVEN, weight=0.0)).apply_to(context.model):
-        assert torch.equal(context.model(ids).logits, alone)
-        assert not context.model._forward_hooks
+def test_without_weight_it_is_the_model_alone(olmoe_context: TaskContext) -> None:
+    ids = torch.tensor([olmoe_context.tokenizer(DATA.test[0]["text"])["input_ids"]])
+    alone = olmoe_context.model(ids).logits
+    with prepare_knn_lm(olmoe_context, replace(GIVEN, weight=0.0)).apply_to(olmoe_context.model):
+        assert torch.equal(olmoe_context.model(ids).logits, alone)
+        assert not olmoe_context.model._forward_hooks
 
 
-def test_a_token_asked_again_predicts_what_followed(each: TaskContext) -> None:
-    method = prepare_knn_lm(each, KnnLmConfig(k=1, weight=0.999, temperature=1.0))
-    text = max(windows(each), key=len)
-    with method.apply_to(each.model):
-        losses = token_losses(each.model, text[None], 1)
-    # Texts that begin alike go on differently: of one token, two may know.
+def test_a_stored_token_predicts_what_followed_it(each_context: TaskContext) -> None:
+    method = prepare_knn_lm(each_context, KnnLmConfig(k=1, weight=0.999, temperature=1.0))
+    text = max(windows(each_context), key=len)
+    with method.apply_to(each_context.model):
+        losses = token_losses(each_context.model, text[None], 1)
+    # Texts with the same first words differ later, so the first tokens are ambiguous.
     assert losses.correct[0, 3:].all()
     assert float(losses.nll[0, 3:].max()) < 0.01
-    assert not token_losses(each.model, text[None], 1).correct.all()
+    assert not token_losses(each_context.model, text[None], 1).correct.all()
 
 
-def test_generating_is_taking_the_likeliest(context: TaskContext) -> None:
-    """By way of a cache, with only the last logits, and padded on the left."""
-    method = prepare_knn_lm(context, replace(GIVEN, weight=0.8))
-    model, prompts = context.model, ["the river some", "a green mountain two birds"]
-    ids = [context.tokenizer(prompt)["input_ids"] for prompt in prompts]
+def test_greedy_generation_takes_the_likeliest_token(olmoe_context: TaskContext) -> None:
+    """Generation uses a cache, computes only the last logits, and pads on the left."""
+    method = prepare_knn_lm(olmoe_context, replace(GIVEN, weight=0.8))
+    model, prompts = olmoe_context.model, ["the river some", "a green mountain two birds"]
+    ids = [olmoe_context.tokenizer(prompt)["input_ids"] for prompt in prompts]
     longest = max(map(len, ids))
     padded = torch.tensor([[0] * (longest - len(row)) + row for row in ids])
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in ids])
@@ -184,24 +183,24 @@ def test_generating_is_taking_the_likeliest(context: TaskContext) -> None:
     assert written.tolist() != model.generate(padded, **asked, pad_token_id=0)[:, longest:].tolist()
 
 
-def test_choices_are_scored_as_when_read_whole(context: TaskContext) -> None:
-    """By way of the contexts' cache, in rows of another number."""
-    prompt = torch.tensor([context.tokenizer("some bread green light")["input_ids"]])
+def test_choice_scores_with_a_cache_equal_those_without(olmoe_context: TaskContext) -> None:
+    """The cache has one row per prompt, the options have several."""
+    prompt = torch.tensor([olmoe_context.tokenizer("some bread green light")["input_ids"]])
     options = torch.tensor([[[40, 50, 60], [70, 80, 90]]])
-    with prepare_knn_lm(context, GIVEN).apply_to(context.model), torch.no_grad():
-        scores, _ = choice_scores(context.model, prompt, options, torch.ones(1, 2, 3).bool())
+    with prepare_knn_lm(olmoe_context, GIVEN).apply_to(olmoe_context.model), torch.no_grad():
+        scores, _ = choice_scores(olmoe_context.model, prompt, options, torch.ones(1, 2, 3).bool())
         for score, option in zip(scores[0], options[0], strict=True):
             ids = torch.cat([prompt, option[None]], dim=1)
-            likely = context.model(ids, use_cache=False).logits[0, -4:-1]
+            likely = olmoe_context.model(ids, use_cache=False).logits[0, -4:-1]
             assert float(likely.gather(1, option[:, None]).sum()) == pytest.approx(float(score))
 
 
-def test_a_model_in_bf16(words: Any) -> None:
+def test_a_model_in_bf16(tiny_tokenizer: Any) -> None:
     model = tiny.trained("tiny-qwen3").to(torch.bfloat16)
-    context = TaskContext(model, words, DATA, "text", length=24)
+    context = TaskContext(model, tiny_tokenizer, DATA, "text", length=24)
     method = prepare_knn_lm(context)
     assert context.cached("knn-lm-store", lambda: None).keys.dtype == torch.bfloat16
-    ids = torch.tensor([words(DATA.test[0]["text"])["input_ids"]])
+    ids = torch.tensor([tiny_tokenizer(DATA.test[0]["text"])["input_ids"]])
     with method.apply_to(model), torch.no_grad():
         logits = model(ids, use_cache=False).logits
     assert logits.dtype == torch.float32
@@ -222,12 +221,12 @@ def test_a_peft_model(tokenizer: Any, prompt: Tensor) -> None:
     assert float(lost.max()) > 0
 
 
-def test_the_model_is_left_as_it_was(each: TaskContext) -> None:
-    model = each.model
+def test_the_model_is_left_as_it_was(each_context: TaskContext) -> None:
+    model = each_context.model
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     model.train()
     try:
-        method = prepare("knn+knn-lm", each).method
+        method = prepare("knn+knn-lm", each_context).method
         with method.apply_to(model):
             model(torch.tensor([[5, 6, 7]]))
         with pytest.raises(IndexError), method.apply_to(model):
@@ -242,8 +241,8 @@ def test_the_model_is_left_as_it_was(each: TaskContext) -> None:
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
-def made_up(examples: int, tokens: int, *, telling: bool) -> Store:
-    """Keys far from all others; `telling`: each has its like in every other example."""
+def made_up(examples: int, tokens: int, *, telling: bool) -> TokenStore:
+    """Make keys far from all others; `telling`: every other example has similar ones."""
     draw = torch.Generator().manual_seed(0)
     keys = torch.randn(examples, tokens, 8, generator=draw) * 10
     values = torch.randint(1000, (examples, tokens), generator=draw)
@@ -252,17 +251,17 @@ def made_up(examples: int, tokens: int, *, telling: bool) -> Store:
         values = values[:1].expand_as(values)
     example = torch.arange(examples)[:, None].expand_as(values)
     own = torch.full((examples * tokens,), -1.0)
-    return Store(keys.flatten(0, 1), values.flatten(), own, example.flatten())
+    return TokenStore(keys.flatten(0, 1), values.flatten(), own, example.flatten())
 
 
-def test_held_out_examples_are_not_in_the_store_they_are_asked_of() -> None:
-    """Each token would find itself, with what followed; and in other examples, nothing."""
+def test_held_out_examples_are_not_in_the_searched_store() -> None:
+    """Otherwise each token would find itself; here other examples do not help."""
     chosen, held_out = choose(made_up(20, 10, telling=False), KnnLmConfig(), seed=0)
     assert chosen.weight == 0.0
     assert held_out == {"tokens": 30, "nll_alone": 1.0, "nll": 1.0}
 
 
-def test_what_is_chosen_helps_held_out_examples() -> None:
+def test_the_choice_helps_held_out_examples() -> None:
     chosen, held_out = choose(made_up(20, 10, telling=True), KnnLmConfig(), seed=0)
     assert chosen.weight == 0.9
     expected = -math.log(0.1 * math.exp(-1.0) + 0.9)
@@ -272,36 +271,40 @@ def test_what_is_chosen_helps_held_out_examples() -> None:
     assert held_out["nll"] < other["nll"] < 1.0
 
 
-def test_the_loss_that_is_chosen_by_is_that_of_the_head(context: TaskContext) -> None:
-    """The head with a store of all but the examples held out, and these put to the model."""
-    store = read_store(context)
-    config, held_out = choose(store, KnnLmConfig(weight=0.3), context.seed)
-    asked, rest = held_apart(store, context.seed)
+def test_the_held_out_loss_is_that_of_the_head(olmoe_context: TaskContext) -> None:
+    """Evaluate the held-out examples with a head that has all others in its store."""
+    store = read_store(olmoe_context)
+    config, held_out = choose(store, KnnLmConfig(weight=0.3), olmoe_context.seed)
+    asked, rest = hold_out(store, olmoe_context.seed)
     examples = asked.example.unique().tolist()
     assert len(examples) == 2
     assert not set(examples) & set(rest.example.tolist())
     losses = []
-    with KnnLm(rest.searched_by(IndexConfig()), config).apply_to(context.model):
+    with KnnLm(rest.build_index(IndexConfig()), config).apply_to(olmoe_context.model):
         for number in examples:
-            ids = torch.tensor(context.tokenizer(context.rows[number]["text"])["input_ids"])
-            for window in ids.split(context.length):
-                losses.append(token_losses(context.model, window[None], 1).nll[0])
+            ids = torch.tensor(
+                olmoe_context.tokenizer(olmoe_context.rows[number]["text"])["input_ids"]
+            )
+            for window in ids.split(olmoe_context.length):
+                losses.append(token_losses(olmoe_context.model, window[None], 1).nll[0])
     assert held_out["nll"] == pytest.approx(float(torch.cat(losses).mean()), abs=1e-4)
 
 
-def test_what_is_asked_later_changes_nothing(words: Any, context: TaskContext) -> None:
+def test_the_test_set_has_no_influence(tiny_tokenizer: Any, olmoe_context: TaskContext) -> None:
     facts = []
     for test in (DATA.test, DATA.reference):
         data = TaskData(TASK, test, DATA.reference, "")
         facts.append(
-            prepare("knn-lm", TaskContext(context.model, words, data, "text")).method.facts()
+            prepare(
+                "knn-lm", TaskContext(olmoe_context.model, tiny_tokenizer, data, "text")
+            ).method.facts()
         )
     assert facts[0] == facts[1]
 
 
-def test_nothing_found_leaves_the_model_its_word() -> None:
+def test_an_empty_search_result_leaves_the_model_alone() -> None:
     class Blind:
-        """Searches lists that are empty, as an approximate index may."""
+        """Finds nothing, as an approximate index may."""
 
         def search(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
             empty = torch.zeros(len(queries), k, dtype=torch.long)
@@ -311,8 +314,8 @@ def test_nothing_found_leaves_the_model_its_word() -> None:
             return {}
 
     logits = torch.randn(2, 3, 11)
-    head = KnnLmHead(Neighbours(Blind(), torch.tensor([4])), replace(GIVEN, k=1))
-    mixed = head.mixed(torch.randn(2, 3, 5), logits)
+    head = KnnLmHead(TokenIndex(Blind(), torch.tensor([4])), replace(GIVEN, k=1))
+    mixed = head.mix(torch.randn(2, 3, 5), logits)
     torch.testing.assert_close(mixed, logits.log_softmax(dim=-1))
 
 
@@ -324,18 +327,23 @@ def test_an_approximate_index_finds_about_the_same() -> None:
     for kind in ("exact", "fast"):
         index = build_index(keys, IndexConfig(kind=kind), torch.device("cpu"))
         config = KnnLmConfig(k=4, weight=0.5, temperature=10.0)
-        mixed.append(KnnLmHead(Neighbours(index, values), config).mixed(hidden, logits).exp())
+        mixed.append(KnnLmHead(TokenIndex(index, values), config).mix(hidden, logits).exp())
     assert float((mixed[0] - mixed[1]).abs().mean()) < 1e-3
     assert float((mixed[0] - logits.softmax(dim=-1)).abs().mean()) > 1e-2
 
 
-def test_alone_and_together_through_an_evaluation(context: TaskContext, tmp_path: Path) -> None:
+def test_evaluations_alone_and_combined(olmoe_context: TaskContext, tmp_path: Path) -> None:
     config = EvalConfig(length=24, batch_size=4)
     losses = {}
     for name in ("zero-shot", "knn", "knn-lm", "knn+knn-lm"):
-        prepared = prepare(name, context)
+        prepared = prepare(name, olmoe_context)
         run = evaluate(
-            context.model, context.tokenizer, DATA, prepared, config, folder=tmp_path / name
+            olmoe_context.model,
+            olmoe_context.tokenizer,
+            DATA,
+            prepared,
+            config,
+            folder=tmp_path / name,
         )
         losses[name] = sum(sample.nll or 0.0 for sample in run.samples) / len(run.samples)
         facts = run.facts["method_facts"]
@@ -345,12 +353,12 @@ def test_alone_and_together_through_an_evaluation(context: TaskContext, tmp_path
         elif name == "knn+knn-lm":
             assert set(facts) == {"knn", "knn-lm"}
     assert len(set(losses.values())) == 4
-    # The same few words again and again: routing learns from them, and so does the head.
+    # The texts repeat the same few words, so both methods learn from them.
     assert losses["knn+knn-lm"] < losses["knn-lm"] < losses["zero-shot"]
     assert losses["knn+knn-lm"] < losses["knn"]
 
 
-def test_what_cannot_be_is_said(words: Any, context: TaskContext) -> None:
+def test_wrong_values_are_refused(tiny_tokenizer: Any, olmoe_context: TaskContext) -> None:
     for wrong, told in (
         ({"k": 0}, "k must be at least 1, got 0"),
         ({"weight": 1.0}, "weight must be at least 0 and less than 1, got 1.0"),
@@ -358,18 +366,18 @@ def test_what_cannot_be_is_said(words: Any, context: TaskContext) -> None:
     ):
         with pytest.raises(ConfigError, match=told):
             KnnLmConfig(**wrong)  # type: ignore[arg-type]
-    with pytest.raises(ReferenceSetError, match="Of one example none can be held out"):
+    with pytest.raises(ReferenceSetError, match="needs at least two examples"):
         choose(made_up(1, 10, telling=True), KnnLmConfig(), seed=0)
     one = TaskData(TASK, DATA.test, [{"text": "a"}], "")
-    with pytest.raises(ReferenceSetError, match="has two tokens: nothing follows"):
-        prepare_knn_lm(TaskContext(context.model, words, one, "text"))
+    with pytest.raises(ReferenceSetError, match="needs an example of at least two tokens"):
+        prepare_knn_lm(TaskContext(olmoe_context.model, tiny_tokenizer, one, "text"))
     with (
-        prepare_knn_lm(context, GIVEN).apply_to(context.model),
+        prepare_knn_lm(olmoe_context, GIVEN).apply_to(olmoe_context.model),
         pytest.raises(UnsupportedModelError, match="return_dict=True"),
     ):
-        context.model(torch.tensor([[5, 6]]), return_dict=False)
+        olmoe_context.model(torch.tensor([[5, 6]]), return_dict=False)
 
 
-def test_a_tokenizer_of_another_model_is_told(words: Any) -> None:
+def test_a_tokenizer_of_another_model_is_refused(tiny_tokenizer: Any) -> None:
     with pytest.raises(ReferenceSetError, match="and the model knows 128"):
-        prepare_knn_lm(TaskContext(family("olmoe"), words, DATA, "text"))
+        prepare_knn_lm(TaskContext(family("olmoe"), tiny_tokenizer, DATA, "text"))

@@ -1,37 +1,36 @@
-"""The ends of prompts run again: exactly what the whole model does under the same routing."""
+"""Resuming paused prompts gives what the whole model gives with the same routing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
+from helpers.slow_pathways import count_hooks, slow_logits
+from helpers.tiny import trained
 from helpers.zoo import family
 from knn_moe.errors import RouterNotCalledError, UnsupportedModelError
-from knn_moe.methods.pathways import Tail, last_layers
-from knn_moe.routers.find import find_routers
+from knn_moe.methods.pathways import LastLayers, find_last_layers
 from knn_moe.routers.intercept import RouterHook
-from knn_moe.support.embedded_models import EMBEDDED_MODELS, embedded_model
+from knn_moe.routers.model_state import install_hooks
+from knn_moe.support.embedded_models import EMBEDDED_MODELS
 from knn_moe.tasks.likelihood import choice_scores
 
 LENGTHS = (5, 1, 24, 140)  # the last beyond GPT-OSS's window of 128
 
 
 @pytest.fixture(scope="module", params=EMBEDDED_MODELS)
-def model(request: pytest.FixtureRequest) -> PreTrainedModel:
-    place = embedded_model(request.param)
-    return AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
+def each_model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return trained(request.param)
 
 
 @pytest.fixture(scope="module")
-def tail(model: PreTrainedModel) -> Tail:
-    return last_layers(model, 5)
+def layers(each_model: PreTrainedModel) -> LastLayers:
+    return find_last_layers(each_model, 5)
 
 
 def words(*lengths: int, seed: int = 0, top: int = 4000) -> list[list[int]]:
@@ -43,52 +42,24 @@ def disturbed(own: Tensor) -> Tensor:
     return own + torch.randn(own.shape, generator=torch.Generator().manual_seed(1))
 
 
-@contextmanager
-def routed_at(model: PreTrainedModel, place: int, routing: Tensor) -> Iterator[None]:
-    """One sequence without padding or cache: token `place` of it routed by `routing` [L, N]."""
-    handles = []
-    for router, row in zip(find_routers(model)[-len(routing) :], routing, strict=True):
-
-        def replace(inputs: Tensor, logits: Tensor, row: Tensor = row) -> Tensor:
-            return torch.cat([logits[:place], row[None], logits[place + 1 :]])
-
-        handles += RouterHook(router, replace).install()
-    yield
-    for handle in handles:
-        handle.remove()
-
-
-def slow_logits(
-    model: PreTrainedModel, prompt: Sequence[int], more: Sequence[int], routing: Tensor
-) -> Tensor:
-    """After the prompt and each token of `more`, the whole read anew. Result [1 + len(more), V]."""
-    with routed_at(model, len(prompt) - 1, routing):
-        output = model(torch.tensor([[*prompt, *more]]), use_cache=False)
-    return output.logits[0, len(prompt) - 1 :]
-
-
-def hooks_on(model: PreTrainedModel) -> int:
-    return sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in model.modules())
-
-
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (2, 1, 4, 3)])
 def test_a_run_and_its_gradient_are_those_of_the_whole_model(
-    sizes: tuple[int, ...], model: PreTrainedModel, tail: Tail
+    sizes: tuple[int, ...], each_model: PreTrainedModel, layers: LastLayers
 ) -> None:
     prompts, answers = words(*LENGTHS), words(*sizes, seed=2)
-    halted = tail.read(prompts, answers)
-    assert halted.hidden.shape[:2] == (4, max(sizes))  # what goes through the layers again
-    assert len(tail.layers) == 5
-    routing = disturbed(halted.own)
+    paused = layers.read(prompts, answers)
+    assert paused.hidden.shape[:2] == (4, max(sizes))  # what goes through the layers again
+    assert len(layers.layers) == 5
+    routing = disturbed(paused.own_routing)
     leaf = routing.clone().requires_grad_()
-    losses = tail.losses(halted, leaf)
+    losses = layers.answer_losses(paused, leaf)
     (slope,) = torch.autograd.grad(losses.sum(), leaf)
     with torch.no_grad():
-        found = tail.run(halted, routing)
-        own = tail.run(halted, halted.own)
+        found = layers.resume(paused, routing)
+        own = layers.resume(paused, paused.own_routing)
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         slow_leaf = routing[row].clone().requires_grad_()
-        slow = slow_logits(model, prompt, answer[:-1], slow_leaf)
+        slow = slow_logits(each_model, prompt, answer[:-1], slow_leaf)
         loss = F.cross_entropy(slow, torch.tensor(answer))
         (slow_slope,) = torch.autograd.grad(loss, slow_leaf)
         torch.testing.assert_close(found[row, : len(answer)], slow, atol=1e-5, rtol=1e-5)
@@ -97,63 +68,59 @@ def test_a_run_and_its_gradient_are_those_of_the_whole_model(
         assert slope[row].abs().max() > 1e-3
         assert (own[row, 0] - found[row, 0]).abs().max() > 0.1
         with torch.no_grad():
-            alone = model(torch.tensor([prompt]), use_cache=False).logits[0, -1]
+            alone = each_model(torch.tensor([prompt]), use_cache=False).logits[0, -1]
         torch.testing.assert_close(own[row, 0], alone, atol=1e-5, rtol=1e-5)
 
 
-def test_it_can_be_run_again_and_again(tail: Tail) -> None:
-    halted = tail.read(words(7, 3))
+def test_resuming_does_not_change_paused_prompts(layers: LastLayers) -> None:
+    paused = layers.read(words(7, 3))
     with torch.no_grad():
-        first = tail.run(halted, halted.own)
-        tail.run(halted, disturbed(halted.own))
-        assert torch.equal(tail.run(halted, halted.own), first)
-    assert torch.equal(first, halted.logits)
+        first = layers.resume(paused, paused.own_routing)
+        layers.resume(paused, disturbed(paused.own_routing))
+        assert torch.equal(layers.resume(paused, paused.own_routing), first)
+    assert torch.equal(first, paused.logits)
 
 
-def test_dense_gradients_reach_experts_that_were_not_chosen(model: PreTrainedModel) -> None:
+def test_dense_gradients_reach_experts_that_were_not_chosen(each_model: PreTrainedModel) -> None:
     slopes = {}
     for gradient in ("sparse", "dense"):
-        tail = last_layers(model, 2, gradient)
-        halted = tail.read(words(6), [[9]])
-        leaf = halted.own.clone().requires_grad_()
-        (slopes[gradient],) = torch.autograd.grad(tail.losses(halted, leaf).sum(), leaf)
-    chosen = halted.own.topk(model.config.num_experts_per_tok).indices
+        layers = find_last_layers(each_model, 2, gradient)
+        paused = layers.read(words(6), [[9]])
+        leaf = paused.own_routing.clone().requires_grad_()
+        (slopes[gradient],) = torch.autograd.grad(layers.answer_losses(paused, leaf).sum(), leaf)
+    chosen = paused.own_routing.topk(each_model.config.num_experts_per_tok).indices
     left = torch.ones_like(leaf, dtype=torch.bool).scatter(-1, chosen, False)
     assert (slopes["dense"][left] != 0).all()
-    if type(model).__name__ != "OlmoeForCausalLM":  # its softmax is over all experts
+    if type(each_model).__name__ != "OlmoeForCausalLM":  # its softmax is over all experts
         assert slopes["sparse"][left].abs().max() < 1e-8
 
 
-def recorded(tail: Tail, run: Any, rows: int) -> Tensor:
-    """The last tokens' logits in the first pass `run` makes over all prompts. Result [B, L, N]."""
+def record_routing(layers: LastLayers, run: Any, rows: int) -> Tensor:
+    """Return the last tokens' logits [B, L, N] in the first forward pass of `run`."""
     seen: list[Tensor] = []
-    handles = []
-    for router in tail.routers:
 
-        def record(inputs: Tensor, logits: Tensor) -> Tensor:
-            seen.append(logits.view(rows, -1, logits.shape[-1])[:, -1])
-            return logits
+    def record(inputs: Tensor, logits: Tensor) -> Tensor:
+        seen.append(logits.view(rows, -1, logits.shape[-1])[:, -1])
+        return logits
 
-        handles += RouterHook(router, record).install()
-    run()
-    for handle in handles:
-        handle.remove()
-    return torch.stack(seen[: len(tail.routers)], dim=1)
+    with install_hooks([RouterHook(router, record) for router in layers.routers]):
+        run()
+    return torch.stack(seen[: len(layers.routers)], dim=1)
 
 
-def test_a_prompt_routed_as_it_was_is_answered_as_it_was(
-    model: PreTrainedModel, tail: Tail
+def test_a_prompts_own_routing_gives_the_same_answer(
+    each_model: PreTrainedModel, layers: LastLayers
 ) -> None:
     prompts = words(9, 9, 9)
     asked = torch.tensor(prompts), torch.randint(3, 4000, (3, 2, 4)), torch.ones(3, 2, 4).bool()
 
     def choose() -> Tensor:
-        return choice_scores(model, *asked)[0]
+        return choice_scores(each_model, *asked)[0]
 
-    own = recorded(tail, choose, 3)
-    with tail.remixed(prompts, own):
+    own = record_routing(layers, choose, 3)
+    with layers.replace_routing(prompts, own):
         again = choose()
-    with tail.remixed(prompts, disturbed(own)):
+    with layers.replace_routing(prompts, disturbed(own)):
         other = choose()
     assert torch.equal(again, choose())
     assert (other - again).abs().min() > 1e-3
@@ -162,84 +129,86 @@ def test_a_prompt_routed_as_it_was_is_answered_as_it_was(
 
     def write() -> Tensor:
         settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-        return model.generate(**left, **settings, output_scores=True, return_dict_in_generate=True)
+        return each_model.generate(
+            **left, **settings, output_scores=True, return_dict_in_generate=True
+        )
 
-    own = recorded(tail, write, 2)
-    with tail.remixed([prompts[0][:7], prompts[1]], own):
+    own = record_routing(layers, write, 2)
+    with layers.replace_routing([prompts[0][:7], prompts[1]], own):
         again = write()
     for ours, theirs in zip(again.scores, write().scores, strict=True):
         assert torch.equal(ours, theirs)
 
 
-def test_choices_are_those_of_a_plain_loop_under_the_same_routing(
-    model: PreTrainedModel, tail: Tail
+def test_choice_scores_equal_a_plain_loop_with_the_same_routing(
+    each_model: PreTrainedModel, layers: LastLayers
 ) -> None:
     prompts, options = words(8, 8), torch.tensor(words(*[3] * 6, seed=4)).view(2, 3, 3)
     scored = torch.ones_like(options, dtype=torch.bool)
     scored[:, 1, 2] = False
-    routing = disturbed(tail.read(prompts).own)
-    with tail.remixed(prompts, routing):
-        found, losses = choice_scores(model, torch.tensor(prompts), options, scored)
+    routing = disturbed(layers.read(prompts).own_routing)
+    with layers.replace_routing(prompts, routing):
+        found, losses = choice_scores(each_model, torch.tensor(prompts), options, scored)
     for row, prompt in enumerate(prompts):
         for column in range(3):
             ids = options[row, column][scored[row, column]]
             with torch.no_grad():
-                slow = slow_logits(model, prompt, ids[:-1].tolist(), routing[row])
+                slow = slow_logits(each_model, prompt, ids[:-1].tolist(), routing[row])
             expected = -F.cross_entropy(slow, ids, reduction="sum")
             torch.testing.assert_close(found[row, column], expected, atol=1e-4, rtol=0)
-    _, alone = choice_scores(model, torch.tensor(prompts), options, scored)
+    _, alone = choice_scores(each_model, torch.tensor(prompts), options, scored)
     torch.testing.assert_close(losses, alone, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("lengths", [(4, 9), (1, 1)])
-def test_what_is_written_is_what_a_prompt_alone_goes_on_with(
-    lengths: tuple[int, int], model: PreTrainedModel, tail: Tail
+def test_generation_equals_a_plain_loop_with_the_same_routing(
+    lengths: tuple[int, int], each_model: PreTrainedModel, layers: LastLayers
 ) -> None:
-    """Of prompts of one token, too, what is written behind them is routed by the routers."""
+    """Generated tokens are routed by the routers, also after prompts of one token."""
     prompts = words(*lengths)
-    routing = disturbed(tail.read(prompts).own)
+    routing = disturbed(layers.read(prompts).own_routing)
     gap = lengths[1] - lengths[0]
     left = torch.tensor([[0] * gap + prompts[0], prompts[1]])
     mask = torch.tensor([[0] * gap + [1] * lengths[0], [1] * lengths[1]])
-    with tail.remixed(prompts, routing):
-        written = model.generate(
+    with layers.replace_routing(prompts, routing):
+        written = each_model.generate(
             left, attention_mask=mask, max_new_tokens=5, do_sample=False, pad_token_id=0
         )[:, lengths[1] :].tolist()
     for row, prompt in enumerate(prompts):
         more: list[int] = []
-        while len(more) < 5 and (not more or more[-1] != model.config.eos_token_id):
+        while len(more) < 5 and (not more or more[-1] != each_model.config.eos_token_id):
             with torch.no_grad():
-                more.append(int(slow_logits(model, prompt, more, routing[row])[-1].argmax()))
+                more.append(int(slow_logits(each_model, prompt, more, routing[row])[-1].argmax()))
         assert written[row][: len(more)] == more
 
 
-def test_where_nothing_is_read_it_is_told_and_no_hook_is_left(
-    model: PreTrainedModel, tail: Tail
+def test_a_prompt_that_is_never_read_is_an_error_and_no_hook_is_left(
+    each_model: PreTrainedModel, layers: LastLayers
 ) -> None:
     prompts = words(4)
-    own = tail.read(prompts).own
+    own = layers.read(prompts).own_routing
     others = torch.tensor(words(4, 4, seed=9))
-    with pytest.raises(RouterNotCalledError, match="nothing was re-mixed"):  # noqa: SIM117
-        with torch.no_grad(), tail.remixed(prompts, own):
-            model(others)
-    with pytest.raises(ZeroDivisionError), tail.remixed(prompts, own):
+    with pytest.raises(RouterNotCalledError, match="routing was not replaced"):  # noqa: SIM117
+        with torch.no_grad(), layers.replace_routing(prompts, own):
+            each_model(others)
+    with pytest.raises(ZeroDivisionError), layers.replace_routing(prompts, own):
         raise ZeroDivisionError
-    assert hooks_on(model) == 0
+    assert count_hooks(each_model) == 0
 
 
 @pytest.mark.parametrize("name", ["granitemoehybrid", "qwen2_moe", "mixtral", "deepseek_v3"])
-def test_other_families_are_run_as_exactly(name: str) -> None:
-    """Hybrids too, whose choices are read behind their contexts, without a cache."""
+def test_other_families_equal_a_plain_loop(name: str) -> None:
+    """Also hybrids, whose cache cannot be repeated for the choices."""
     model = family(name)
-    tail = last_layers(model, 5)
+    layers = find_last_layers(model, 5)
     prompts = words(6, 6, top=120)
-    halted = tail.read(prompts)
-    routing = disturbed(halted.own)
+    paused = layers.read(prompts)
+    routing = disturbed(paused.own_routing)
     options = torch.tensor(words(*[2] * 4, seed=4, top=120)).view(2, 2, 2)
-    with tail.remixed(prompts, routing), torch.no_grad():
+    with layers.replace_routing(prompts, routing), torch.no_grad():
         found, _ = choice_scores(model, torch.tensor(prompts), options, options > 0)
     with torch.no_grad():
-        again = tail.run(halted, routing)
+        again = layers.resume(paused, routing)
         for row, prompt in enumerate(prompts):
             for column in range(2):
                 ids = options[row, column]
@@ -250,18 +219,17 @@ def test_other_families_are_run_as_exactly(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["dbrx", "qwen3_next"])
-def test_families_that_cannot_be_run_from_the_middle_are_told(name: str) -> None:
-    with pytest.raises(UnsupportedModelError, match="choose another method"):
-        last_layers(family(name), 5)
+def test_families_that_cannot_be_resumed_are_refused(name: str) -> None:
+    with pytest.raises(UnsupportedModelError, match="Choose another method"):
+        find_last_layers(family(name), 5)
 
 
-def test_in_half_precision_it_is_the_same_run() -> None:
-    place = embedded_model("tiny-olmoe")
-    tail = last_layers(AutoModelForCausalLM.from_pretrained(place, dtype=torch.bfloat16).eval(), 5)
-    halted = tail.read(words(7, 3), [[5], [6, 7]])
-    assert halted.own.dtype == torch.float32
-    leaf = halted.own.clone().requires_grad_()
-    assert torch.equal(tail.run(halted, leaf), halted.logits)
-    (slope,) = torch.autograd.grad(tail.losses(halted, leaf).sum(), leaf)
+def test_half_precision() -> None:
+    layers = find_last_layers(trained("tiny-olmoe", torch.bfloat16), 5)
+    paused = layers.read(words(7, 3), [[5], [6, 7]])
+    assert paused.own_routing.dtype == torch.float32
+    leaf = paused.own_routing.clone().requires_grad_()
+    assert torch.equal(layers.resume(paused, leaf), paused.logits)
+    (slope,) = torch.autograd.grad(layers.answer_losses(paused, leaf).sum(), leaf)
     assert slope.isfinite().all()
     assert slope.abs().max() > 0

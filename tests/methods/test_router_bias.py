@@ -1,4 +1,4 @@
-"""Router bias on the fly: it serves its own question, and no other."""
+"""Router bias on the fly: it lowers the loss of its own prompt and touches no other."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from helpers.tiny import model, tokenizer, trained  # noqa: F401
+from helpers.tiny import trained
 from helpers.zoo import family
 from knn_moe.errors import ConfigError
 from knn_moe.evaluation.evaluate import EvalConfig, evaluate, prepare_questions
 from knn_moe.methods import TaskContext, ZeroShot, prepare
-from knn_moe.methods.router_bias import Bias, RouterBias, RouterBiasConfig, biased, fit_bias
+from knn_moe.methods.router_bias import BiasHook, RouterBias, RouterBiasConfig, add_biases, fit_bias
 from knn_moe.routers.find import find_routers
 from knn_moe.routers.intercept import RouterHook
 from knn_moe.support.embedded_models import EMBEDDED_MODELS
@@ -31,13 +31,13 @@ CONFIG = RouterBiasConfig(steps=3, learning_rate=1.0)
 
 
 @pytest.fixture(scope="module", params=EMBEDDED_MODELS)
-def each(request: pytest.FixtureRequest) -> PreTrainedModel:
+def each_model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return trained(request.param)
 
 
 @pytest.fixture(scope="module")
-def prompts(tokenizer: Any) -> list[list[int]]:
-    return [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+def prompts(tiny_tokenizer: Any) -> list[list[int]]:
+    return [tiny_tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
 
 
 QUIZ = TaskData(
@@ -59,81 +59,90 @@ HALVES = EvalConfig(length=40, batch_size=2)
 
 def under(
     model: PreTrainedModel, fitted: list[torch.Tensor], row: int, start: int = 0
-) -> list[Bias]:
+) -> list[BiasHook]:
     routers = find_routers(model)
     return [
-        Bias(router, part[row : row + 1], start)
+        BiasHook(router, part[row : row + 1], start)
         for router, part in zip(routers, fitted, strict=True)
     ]
 
 
 def test_a_bias_lowers_its_own_prompts_loss(
-    each: PreTrainedModel, prompts: list[list[int]]
+    each_model: PreTrainedModel, prompts: list[list[int]]
 ) -> None:
-    before = mean_losses(each, prompts)
-    fitted = fit_bias(each, prompts, CONFIG)
+    before = mean_losses(each_model, prompts)
+    fitted = fit_bias(each_model, prompts, CONFIG)
     for row, prompt in enumerate(prompts):
-        with biased(under(each, fitted, row)):
-            after = mean_losses(each, [prompt])
+        with add_biases(under(each_model, fitted, row)):
+            after = mean_losses(each_model, [prompt])
         assert float(after) < float(before[row]) - 0.01
 
 
-def test_prompts_of_a_batch_are_nothing_to_each_other(
-    each: PreTrainedModel, prompts: list[list[int]]
+def test_prompts_of_a_batch_do_not_influence_each_other(
+    each_model: PreTrainedModel, prompts: list[list[int]]
 ) -> None:
-    together = fit_bias(each, prompts, CONFIG)
+    together = fit_bias(each_model, prompts, CONFIG)
     for row, prompt in enumerate(prompts):
-        for layer, alone in enumerate(fit_bias(each, [prompt], CONFIG)):
+        for layer, alone in enumerate(fit_bias(each_model, [prompt], CONFIG)):
             torch.testing.assert_close(together[layer][row], alone[0], rtol=0, atol=1e-5)
             assert float(alone.abs().max()) > 0.01
 
 
-def test_a_step_goes_down_the_slope_of_the_mean_loss(
-    model: PreTrainedModel, prompts: list[list[int]]
+def test_a_step_follows_the_gradient_of_the_mean_loss(
+    tiny_olmoe: PreTrainedModel, prompts: list[list[int]]
 ) -> None:
-    """Against finite differences of the last layer, where no expert changes."""
+    """Compare with finite differences in the last layer, where no expert changes."""
     prompt, config = prompts[2], RouterBiasConfig(steps=1, learning_rate=1.0)
-    slope = -fit_bias(model, [prompt], config)[-1][0]
-    last = find_routers(model)[-1]
+    slope = -fit_bias(tiny_olmoe, [prompt], config)[-1][0]
+    last = find_routers(tiny_olmoe)[-1]
     for expert in range(last.num_experts):
         losses = []
         for step in (1e-2, -1e-2):
             rows = torch.zeros(1, last.num_experts)
             rows[0, expert] = step
-            with biased([Bias(last, rows)]):
-                losses.append(float(mean_losses(model, [prompt])))
+            with add_biases([BiasHook(last, rows)]):
+                losses.append(float(mean_losses(tiny_olmoe, [prompt])))
         assert float(slope[expert]) == pytest.approx((losses[0] - losses[1]) / 2e-2, abs=1e-3)
 
 
 def test_without_steps_it_is_the_model_alone(
-    each: PreTrainedModel, tokenizer: Any, tmp_path: Path
+    each_model: PreTrainedModel, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
     none = RouterBias(RouterBiasConfig(steps=0))
     for data, config in ((QUIZ, LIKELY), (WINDOWS, HALVES)):
         runs = [
-            evaluate(each, tokenizer, data, method, config, folder=tmp_path / data.task.name / name)
+            evaluate(
+                each_model,
+                tiny_tokenizer,
+                data,
+                method,
+                config,
+                folder=tmp_path / data.task.name / name,
+            )
             for name, method in (("alone", ZeroShot()), ("none", none))
         ]
         assert runs[0].samples == runs[1].samples
 
 
-def test_a_text_is_fitted_on_its_first_half_and_told_in_its_second(
-    each: PreTrainedModel, tokenizer: Any, tmp_path: Path
+def test_a_text_is_fitted_on_its_first_half_and_biased_in_its_second(
+    each_model: PreTrainedModel, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
-    """Experts read each token for itself here: in groups of another size they round otherwise."""
-    question = prepare_questions(tokenizer, WINDOWS, HALVES).questions[0]
+    """Experts compute each token by itself here, since groups of other sizes round differently."""
+    question = prepare_questions(tiny_tokenizer, WINDOWS, HALVES).questions[0]
     window = torch.tensor([question.ids])
-    usual = each.config._experts_implementation
-    each.set_experts_implementation("batched_mm")
+    usual = each_model.config._experts_implementation
+    each_model.set_experts_implementation("batched_mm")
     try:
-        alone = token_losses(each, window, 1)
-        fitted = fit_bias(each, [question.ids[:20]], RouterBiasConfig())
-        with biased(under(each, fitted, 0, start=20)):
-            told = token_losses(each, window, 1)
-        method = prepare("router-bias", TaskContext(each, tokenizer, WINDOWS, "text")).method
-        run = evaluate(each, tokenizer, WINDOWS, method, HALVES, folder=tmp_path / "run")
+        alone = token_losses(each_model, window, 1)
+        fitted = fit_bias(each_model, [question.ids[:20]], RouterBiasConfig())
+        with add_biases(under(each_model, fitted, 0, start=20)):
+            told = token_losses(each_model, window, 1)
+        method = prepare(
+            "router-bias", TaskContext(each_model, tiny_tokenizer, WINDOWS, "text")
+        ).method
+        run = evaluate(each_model, tiny_tokenizer, WINDOWS, method, HALVES, folder=tmp_path / "run")
     finally:
-        each.set_experts_implementation(usual)
+        each_model.set_experts_implementation(usual)
     # The token at place 20 is the first that a biased place predicts the next of.
     assert torch.equal(alone.nll[:, :20], told.nll[:, :20])
     assert (alone.nll[:, 20:] != told.nll[:, 20:]).all()
@@ -141,34 +150,36 @@ def test_a_text_is_fitted_on_its_first_half_and_told_in_its_second(
     assert first.nll == pytest.approx(float(told.nll.mean()), abs=1e-4)
 
 
-def test_what_is_scored_of_a_text_is_not_what_was_fitted_on(
-    model: PreTrainedModel, tokenizer: Any
+def test_what_is_scored_of_a_text_is_not_what_was_fitting_tokens(
+    tiny_olmoe: PreTrainedModel, tiny_tokenizer: Any
 ) -> None:
-    """Another second half changes nothing of the bias."""
+    """The bias is fitted on the first half of a text, and on all of a question."""
     method = RouterBias(CONFIG, halves=True)
-    question = prepare_questions(tokenizer, WINDOWS, HALVES).questions[0]
-    assert method.fitted_on(question) == question.ids[:20]
-    assert RouterBias(CONFIG).fitted_on(question) == question.ids
+    question = prepare_questions(tiny_tokenizer, WINDOWS, HALVES).questions[0]
+    assert method.fitting_tokens(question) == question.ids[:20]
+    assert RouterBias(CONFIG).fitting_tokens(question) == question.ids
 
 
 def test_questions_are_answered_under_their_own_bias(
-    each: PreTrainedModel, tokenizer: Any, tmp_path: Path
+    each_model: PreTrainedModel, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
-    """The prompt and what goes on after it, by way of the cache, each question by itself."""
+    """The bias applies to the prompt and to the options after it."""
     method = RouterBias(CONFIG)
-    run = evaluate(each, tokenizer, QUIZ, method, LIKELY, folder=tmp_path / "biased")
-    alone = evaluate(each, tokenizer, QUIZ, ZeroShot(), LIKELY, folder=tmp_path / "alone")
+    run = evaluate(each_model, tiny_tokenizer, QUIZ, method, LIKELY, folder=tmp_path / "biased")
+    alone = evaluate(
+        each_model, tiny_tokenizer, QUIZ, ZeroShot(), LIKELY, folder=tmp_path / "alone"
+    )
     found = {sample.id: sample for sample in run.samples}
     assert [(s.id, s.batch) for s in run.samples] == [(s.id, s.batch) for s in alone.samples]
-    for question in prepare_questions(tokenizer, QUIZ, LIKELY).questions:
-        with biased(under(each, fit_bias(each, [question.ids], CONFIG), 0)):
-            expected = by_likelihood(each)([question], 0)[0]
+    for question in prepare_questions(tiny_tokenizer, QUIZ, LIKELY).questions:
+        with add_biases(under(each_model, fit_bias(each_model, [question.ids], CONFIG), 0)):
+            expected = by_likelihood(each_model)([question], 0)[0]
             context = torch.tensor(question.ids)
             for (option, skipped), said in zip(
                 question.choices, expected.likelihoods or (), strict=True
             ):
                 whole = torch.cat([context, torch.tensor(option)])[None]
-                losses = token_losses(each, whole, 1).nll[0, len(context) - 1 + skipped :]
+                losses = token_losses(each_model, whole, 1).nll[0, len(context) - 1 + skipped :]
                 assert -float(losses.sum()) == pytest.approx(said, abs=1e-3)
         sample = found[question.id]
         assert sample.likelihoods == pytest.approx(expected.likelihoods, abs=1e-3)
@@ -177,24 +188,28 @@ def test_questions_are_answered_under_their_own_bias(
     assert all(plain[sample.id] != sample.likelihoods for sample in run.samples)
 
 
-def test_answers_in_words(model: PreTrainedModel, tokenizer: Any, tmp_path: Path) -> None:
+def test_generated_answers(
+    tiny_olmoe: PreTrainedModel, tiny_tokenizer: Any, tmp_path: Path
+) -> None:
     rows = [{"question": f"How many ships? {word}", "answer": "2"} for word in ("One?", "Or two?")]
     task = Task(name="sums", title="Sums", kind=Number(), files="sums")
     data = TaskData(task, rows, [], "made up")
     config = EvalConfig(batch_size=2, max_new_tokens=12)
     method = RouterBias(RouterBiasConfig(steps=5, learning_rate=50.0))
-    run = evaluate(model, tokenizer, data, method, config, folder=tmp_path / "run")
+    run = evaluate(tiny_olmoe, tiny_tokenizer, data, method, config, folder=tmp_path / "run")
     for sample, question in zip(
-        run.samples, prepare_questions(tokenizer, data, config).questions, strict=True
+        run.samples, prepare_questions(tiny_tokenizer, data, config).questions, strict=True
     ):
         ids = torch.tensor([question.ids])
-        said = []
-        for context in (biased(under(model, fit_bias(model, [question.ids], method.config), 0)),
-                        biased([])):  # fmt: skip
-            with context:
-                written = model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)
-            said.append(tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True))
-        assert sample.output == said[0] != said[1]
+        fitted = fit_bias(tiny_olmoe, [question.ids], method.config)
+        outputs = []
+        for hooks in (under(tiny_olmoe, fitted, 0), []):
+            with add_biases(hooks):
+                written = tiny_olmoe.generate(
+                    ids, max_new_tokens=12, do_sample=False, pad_token_id=0
+                )[0, ids.shape[1] :]
+            outputs.append(tiny_tokenizer.decode(written, skip_special_tokens=True))
+        assert sample.output == outputs[0] != outputs[1]
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "jamba", "granitemoe", "gemma4_text"])
@@ -205,52 +220,56 @@ def test_other_families(name: str) -> None:
     before = mean_losses(other, prompts)
     fitted = fit_bias(other, prompts, RouterBiasConfig(steps=3, learning_rate=0.1))
     for row, prompt in enumerate(prompts):
-        with biased(under(other, fitted, row)):
+        with add_biases(under(other, fitted, row)):
             assert float(mean_losses(other, [prompt])) < float(before[row])
 
 
-def test_a_model_in_bf16(tokenizer: Any, prompts: list[list[int]]) -> None:
+def test_a_model_in_bf16(tiny_tokenizer: Any, prompts: list[list[int]]) -> None:
     model = trained("tiny-gpt-oss").to(torch.bfloat16)
     before = mean_losses(model, prompts)
     fitted = fit_bias(model, prompts, CONFIG)
     assert all(part.dtype == torch.float32 for part in fitted)
-    with biased(under(model, fitted, 0)):
+    with add_biases(under(model, fitted, 0)):
         assert float(mean_losses(model, prompts[:1])) < float(before[0])
 
 
-def test_the_model_is_left_as_it_was(each: PreTrainedModel, tokenizer: Any, tmp_path: Path) -> None:
-    before = {name: tensor.clone() for name, tensor in each.state_dict().items()}
-    each.train()
-    each.lm_head.weight.requires_grad_(False)
+def test_the_model_is_left_as_it_was(
+    each_model: PreTrainedModel, tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    before = {name: tensor.clone() for name, tensor in each_model.state_dict().items()}
+    each_model.train()
+    each_model.lm_head.weight.requires_grad_(False)
     try:
-        evaluate(each, tokenizer, QUIZ, RouterBias(CONFIG), LIKELY, folder=tmp_path / "run")
+        evaluate(
+            each_model, tiny_tokenizer, QUIZ, RouterBias(CONFIG), LIKELY, folder=tmp_path / "run"
+        )
         with pytest.raises(IndexError):
-            fit_bias(each, [[5, 6, 1 << 20]], CONFIG)  # no such token
-        assert all(module.training for module in each.modules())
-        assert not each.lm_head.weight.requires_grad
+            fit_bias(each_model, [[5, 6, 1 << 20]], CONFIG)  # no such token
+        assert all(module.training for module in each_model.modules())
+        assert not each_model.lm_head.weight.requires_grad
     finally:
-        each.eval()
-        each.lm_head.weight.requires_grad_(True)
-    assert all(parameter.requires_grad for parameter in each.parameters())
-    assert all(parameter.grad is None for parameter in each.parameters())
+        each_model.eval()
+        each_model.lm_head.weight.requires_grad_(True)
+    assert all(parameter.requires_grad for parameter in each_model.parameters())
+    assert all(parameter.grad is None for parameter in each_model.parameters())
     hooks = [
         hook
-        for part in each.modules()
+        for part in each_model.modules()
         for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
     ]
     assert not any(isinstance(getattr(hook, "__self__", None), RouterHook) for hook in hooks)
-    after = each.state_dict()
+    after = each_model.state_dict()
     assert list(after) == list(before)
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
-def test_a_prompt_of_one_token_has_nothing_to_fit(model: PreTrainedModel) -> None:
-    assert all(not part.any() for part in fit_bias(model, [[5]], CONFIG))
-    fitted = fit_bias(model, [[5], [6, 7, 8]], CONFIG)
+def test_a_prompt_of_one_token_has_nothing_to_fit(tiny_olmoe: PreTrainedModel) -> None:
+    assert all(not part.any() for part in fit_bias(tiny_olmoe, [[5]], CONFIG))
+    fitted = fit_bias(tiny_olmoe, [[5], [6, 7, 8]], CONFIG)
     assert all(not part[0].any() and part[1].any() for part in fitted)
 
 
-def test_settings_outside_their_range_are_told() -> None:
+def test_values_outside_their_range() -> None:
     with pytest.raises(ConfigError, match="steps must be at least 0, got -1"):
         RouterBiasConfig(steps=-1)
     with pytest.raises(ConfigError, match="learning_rate must be positive, got 0"):

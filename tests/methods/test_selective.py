@@ -1,4 +1,4 @@
-"""Selective recall: samples of the two plain runs, the easy third without memory; and the gate."""
+"""Selective recall: each sample equals that of a plain run, without memory in the easy third."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from helpers.tiny import model, tokenizer  # noqa: F401
 from knn_moe import BuildConfig, build_memory, find_routers
 from knn_moe.errors import MemoryMismatchError
 from knn_moe.evaluation.compare import match_samples
 from knn_moe.evaluation.evaluate import EvalConfig, evaluate
 from knn_moe.evaluation.store import Run
 from knn_moe.methods import KnnMoe, Method, TaskContext, ZeroShot, prepare
-from knn_moe.methods.selective import Selective, lowest_third
+from knn_moe.methods.selective import SelectiveKnnMoe, lowest_third
 from knn_moe.routers.intercept import find_hook
 from knn_moe.support.embedded_models import embedded_model
 from knn_moe.support.statistics import by_tercile
@@ -27,7 +26,7 @@ WORDS = "a stone the river some bread green light one mountain two birds rain".s
 
 
 def rows(count: int, seed: int) -> list[dict[str, Any]]:
-    """Rows that every kind can read."""
+    """Return rows that suit every kind of task."""
     draw = torch.Generator().manual_seed(seed)
     made = []
     for number in range(count):
@@ -59,14 +58,14 @@ def by_id(run: Run) -> dict[str, Sample]:
 
 @pytest.mark.parametrize("scoring", KINDS)
 def test_samples_are_those_of_the_plain_runs(
-    scoring: str, model: PreTrainedModel, tokenizer: Any, tmp_path: Path
+    scoring: str, tiny_olmoe: PreTrainedModel, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
     data, config = data_of(scoring), config_of(scoring)
-    context = TaskContext(model, tokenizer, data, scoring, length=32)
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    context = TaskContext(tiny_olmoe, tiny_tokenizer, data, scoring, length=32)
+    state = {name: tensor.clone() for name, tensor in tiny_olmoe.state_dict().items()}
     runs = {
         name: evaluate(
-            model, tokenizer, data, prepare(name, context), config, folder=tmp_path / name
+            tiny_olmoe, tiny_tokenizer, data, prepare(name, context), config, folder=tmp_path / name
         )
         for name in ("zero-shot", "knn", "knn-selective")
     }
@@ -77,10 +76,10 @@ def test_samples_are_those_of_the_plain_runs(
         assert alone[name] != recalled[name]
         assert sample == (alone if name in low else recalled)[name]
     assert [sample.id for sample in runs["knn"].samples] == list(mixed)
-    assert "by the whole test" in runs["knn-selective"].facts["method_facts"]["selected"]
-    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
-    assert not any(find_hook(router) for router in find_routers(model))
-    # The third without memory is the one in which comparisons see no change.
+    assert "lowest zero-shot perplexity" in runs["knn-selective"].facts["method_facts"]["selected"]
+    assert all(torch.equal(state[name], tensor) for name, tensor in tiny_olmoe.state_dict().items())
+    assert not any(find_hook(router) for router in find_routers(tiny_olmoe))
+    # The third without memory is the one in which a comparison by thirds sees no change.
     pairs = match_samples(runs["knn-selective"], runs["zero-shot"])
     losses = [[float(pair[side].nll or 0) for pair in pairs] for side in (0, 1)]
     thirds = by_tercile(losses[1], losses[0], losses[1], resamples=10)
@@ -104,35 +103,47 @@ class KilledError(Exception):
     pass
 
 
-def test_after_a_kill_it_goes_on_to_the_same_result(
-    model: PreTrainedModel, tokenizer: Any, tmp_path: Path
+def test_a_killed_run_resumes_to_the_same_result(
+    tiny_olmoe: PreTrainedModel, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
     data, config = data_of("likelihood"), config_of("likelihood")
-    method = prepare("knn-selective", TaskContext(model, tokenizer, data, "likelihood")).method
-    whole = evaluate(model, tokenizer, data, method, config, folder=tmp_path / "whole")
+    method = prepare(
+        "knn-selective", TaskContext(tiny_olmoe, tiny_tokenizer, data, "likelihood")
+    ).method
+    whole = evaluate(tiny_olmoe, tiny_tokenizer, data, method, config, folder=tmp_path / "whole")
 
-    def kill(done: int, total: int) -> None:
+    def kill(progress: object) -> None:
         raise KilledError
 
     with pytest.raises(KilledError):
-        evaluate(model, tokenizer, data, method, config, folder=tmp_path / "x", on_progress=kill)
-    assert not any(find_hook(router) for router in find_routers(model))
-    again = evaluate(model, tokenizer, data, method, config, folder=tmp_path / "x", resume=True)
+        evaluate(
+            tiny_olmoe,
+            tiny_tokenizer,
+            data,
+            method,
+            config,
+            folder=tmp_path / "x",
+            on_progress=kill,
+        )
+    assert not any(find_hook(router) for router in find_routers(tiny_olmoe))
+    again = evaluate(
+        tiny_olmoe, tiny_tokenizer, data, method, config, folder=tmp_path / "x", resume=True
+    )
     assert by_id(again) == by_id(whole)
 
 
-def test_a_memory_of_another_model_is_told_before_anything_is_written(
-    model: PreTrainedModel, tokenizer: Any, tmp_path: Path
+def test_a_memory_of_another_model_is_refused_before_anything_is_written(
+    tiny_olmoe: PreTrainedModel, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
     other = AutoModelForCausalLM.from_pretrained(
         embedded_model("tiny-qwen3"), dtype=torch.float32
     ).eval()
-    memory = build_memory(other, tokenizer, ["The rain fell."], BuildConfig(steps=0))
-    method: Method = Selective(KnnMoe(memory))
+    memory = build_memory(other, tiny_tokenizer, ["The rain fell."], BuildConfig(steps=0))
+    method: Method = SelectiveKnnMoe(KnnMoe(memory))
     with pytest.raises(MemoryMismatchError, match="This memory was built for"):
         evaluate(
-            model,
-            tokenizer,
+            tiny_olmoe,
+            tiny_tokenizer,
             data_of("likelihood"),
             method,
             config_of("likelihood"),
@@ -142,16 +153,16 @@ def test_a_memory_of_another_model_is_told_before_anything_is_written(
 
 
 def test_gated_is_recall_with_a_gate(
-    model: PreTrainedModel, tokenizer: Any, tmp_path: Path
+    tiny_olmoe: PreTrainedModel, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
     data, config = data_of("likelihood"), config_of("likelihood")
-    context = TaskContext(model, tokenizer, data, "likelihood")
+    context = TaskContext(tiny_olmoe, tiny_tokenizer, data, "likelihood")
     method = prepare("knn-gated", context).method
     assert isinstance(method, KnnMoe)
     assert method.facts()["routing"]["gate"] == "entropy"
     others: list[Method] = [ZeroShot(), prepare("knn", context).method, method]
     runs = [
-        evaluate(model, tokenizer, data, each, config, folder=tmp_path / each.name)
+        evaluate(tiny_olmoe, tiny_tokenizer, data, each, config, folder=tmp_path / each.name)
         for each in others
     ]
     assert runs[2].method == "knn-gated"

@@ -26,7 +26,7 @@ from knn_moe.methods.training_loop import (
     validation_loss,
 )
 from knn_moe.reference.examples import tokenise
-from knn_moe.reference.windows import TokenBatch
+from knn_moe.reference.windows import Batch
 from knn_moe.support.embedded_models import EMBEDDED_MODELS
 from knn_moe.tasks import Task, TaskData, Text
 
@@ -99,7 +99,7 @@ def test_examples_without_an_answer_are_left_out(tiny_olmoe: Any, tiny_tokenizer
         split_reference(context, 0.15, 0)
 
 
-def own_loss(model: Any, batch: TokenBatch) -> torch.Tensor:
+def own_loss(model: Any, batch: Batch) -> torch.Tensor:
     """The loss as the transformers library computes it, balancing included."""
     labels = batch.ids.clone()
     labels[:, 1:][~batch.scored[:, :-1]] = -100

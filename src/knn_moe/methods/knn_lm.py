@@ -1,30 +1,28 @@
-"""kNN-LM (Khandelwal et al., 2020): what followed the nearest last hidden states, mixed in.
+"""kNN-LM (Khandelwal et al., 2020): mix in the tokens that followed the nearest hidden states.
 
     p(y | x) = λ p_kNN(y | x) + (1 - λ) p_LM(y | x)
     p_kNN(y | x) ∝ Σ_i 1[y = v_i] exp(-‖h - k_i‖² / T), over the K nearest of the store
 
-The store holds the tokens a routing memory is built of, in the same windows: for each that has a
-next one, the input of the model's output embedding (k) and that next token (v). K, λ and T, where
-they are not given, come from a part of the reference that is held out; nothing else is looked at.
-
-Knows hidden states, logits and the tokens that follow; of routers only to put a routing memory on
-as well.
+The store holds the tokens of which a routing memory would be built, in the same windows: for each
+token that has a next one, the input of the model's output embedding (k) and the next token (v).
+Where K, λ and T are not given, they are chosen on a held-out part of the reference set.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from knn_moe.build.build import reference_tokens
+from knn_moe.equations.losses import next_token_losses
 from knn_moe.equations.next_token import WEIGHTS, mix_likelihoods, mix_next_token
 from knn_moe.errors import ConfigError, ReferenceSetError, UnsupportedModelError
 from knn_moe.index import IndexConfig, KeyIndex, build_index
@@ -32,19 +30,27 @@ from knn_moe.methods.knn_moe import prepare_knn
 from knn_moe.methods.method import Method
 from knn_moe.methods.task_context import TaskContext
 from knn_moe.recall.layer import rows_of
-from knn_moe.reference.windows import Batch, ReferenceTokens, make_batch, plan_batches
-from knn_moe.routers.model_state import forget_compiled_graphs, freeze, input_device, unwrap
+from knn_moe.reference.windows import ReferenceTokens, make_batch, plan_batches
+from knn_moe.routers.model_state import (
+    forget_compiled_graphs,
+    freeze,
+    input_device,
+    install_hooks,
+    uncompiled,
+    unwrap,
+)
 from knn_moe.support.progress import Progress
 
-_HELD_OUT: Final = 0.15  # of the examples, to choose by
+_HELD_OUT: Final = 0.15  # share of the examples on which K, λ and T are chosen
 _KS: Final = (16, 64, 256)
-_WIDTHS: Final = (0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 1.0)  # T, of the mean nearest squared distance
-_NUMBERS: Final = 1 << 26  # that a search or a mixture holds at a time
+# T, in units of the mean squared distance to the nearest key.
+_TEMPERATURES: Final = (0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 1.0)
+_MAX_NUMBERS: Final = 1 << 26  # that a search or a mixture holds at a time
 
 
 @dataclass(frozen=True, kw_only=True)
 class KnnLmConfig:
-    """How the tokens of the store are found and weighed. None: chosen on held-out reference."""
+    """How the tokens of the store are found and weighed. None: chosen on the held-out part."""
 
     k: int | None = None
     weight: float | None = None  # λ
@@ -61,255 +67,268 @@ class KnnLmConfig:
 
 
 @dataclass(frozen=True)
-class Store:
-    """What the reference says comes next. Shapes: keys [M, d]; values [M] int64, the next token;
-    own [M] fp32, its log-likelihood by the model alone; example [M] int64, whose token it is."""
+class TokenStore:
+    """The hidden states of the reference set and their next tokens.
+
+    Shapes: keys [M, d]; values [M] int64, the next tokens; log_likelihood [M] fp32, of these by the
+    model alone; example [M] int64, the example that a token is from.
+    """
 
     keys: Tensor = field(repr=False)
     values: Tensor = field(repr=False)
-    own: Tensor = field(repr=False)
+    log_likelihood: Tensor = field(repr=False)
     example: Tensor = field(repr=False)
 
     def __len__(self) -> int:
         return len(self.values)
 
-    def of(self, chosen: Tensor) -> Store:
-        """Part of it. Shapes: chosen [M] bool."""
-        return Store(*(part[chosen] for part in (self.keys, self.values, self.own, self.example)))
+    def select(self, chosen: Tensor) -> TokenStore:
+        """Return a part of the store. Shapes: chosen [M] bool."""
+        parts = self.keys, self.values, self.log_likelihood, self.example
+        return TokenStore(*(part[chosen] for part in parts))
 
-    def searched_by(self, config: IndexConfig) -> Neighbours:
-        return Neighbours(build_index(self.keys, config, self.keys.device), self.values)
+    def build_index(self, config: IndexConfig) -> TokenIndex:
+        """Make the store searchable."""
+        return TokenIndex(build_index(self.keys, config, self.keys.device), self.values)
 
 
 @dataclass(frozen=True)
-class Neighbours:
-    """A store that can be searched. Shapes: values [M] int64."""
+class TokenIndex:
+    """A searchable store. Shapes: values [M] int64."""
 
     index: KeyIndex
     values: Tensor
 
     def nearest(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Squared distances, inf where an index found less than k, and the tokens that followed.
+        """Return the squared distances of the k nearest keys and the tokens that followed them.
 
-        Shapes: queries [T, d] → [T, k] fp32, nearest first; [T, k] int64.
+        Shapes: queries [T, d]. Result [T, k] fp32, nearest first, inf where an index found fewer
+        than k; and [T, k] int64.
         """
         # An exact search holds the candidates' keys of all its queries.
-        parts = queries.split(max(1, _NUMBERS // (k * queries.shape[-1])))
+        parts = queries.split(max(1, _MAX_NUMBERS // (k * queries.shape[-1])))
         found = [self.index.search(part, k) for part in parts]
         places = rows_of(self.index, torch.cat([place for _, place in found]))
         return torch.cat([distance for distance, _ in found]), self.values[places]
 
 
-class LastHidden:
-    """The input of the model's output embedding in its latest run, hooked."""
+class HiddenStateHook:
+    """Records the input of the model's output embedding in its latest forward pass."""
 
     def __init__(self, model: nn.Module) -> None:
-        head = unwrap(model).get_output_embeddings()
-        if head is None:
+        self._head = unwrap(model).get_output_embeddings()
+        if self._head is None:
             raise UnsupportedModelError(
-                f"{type(unwrap(model)).__name__} names no output embedding, before which kNN-LM "
-                f"reads its hidden states: give it a get_output_embeddings()."
+                f"{type(unwrap(model)).__name__} has no output embedding, and kNN-LM reads its "
+                f"input. Define get_output_embeddings() on the model."
             )
-        self._seen: Tensor | None = None
-        self.handle = head.register_forward_hook(self._see)
+        self._recorded: Tensor | None = None
 
-    def _see(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._seen = args[0].detach()
+    def install(self) -> Sequence[RemovableHandle]:
+        return [self._head.register_forward_hook(self._record)]
 
-    def before(self, logits: Tensor) -> Tensor:
-        """What `logits` [B, T, V] were made of: [B, T, d]."""
-        seen, self._seen = self._seen, None
-        if seen is None or seen.shape[:-1] != logits.shape[:-1]:
-            shown = "nothing" if seen is None else list(seen.shape)
+    def _record(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._recorded = args[0].detach()
+
+    def take(self, logits: Tensor) -> Tensor:
+        """Return the hidden states [B, T, d] from which `logits` [B, T, V] were computed."""
+        recorded, self._recorded = self._recorded, None
+        if recorded is None or recorded.shape[:-1] != logits.shape[:-1]:
+            shown = "nothing" if recorded is None else list(recorded.shape)
             raise UnsupportedModelError(
-                f"The model gave logits {list(logits.shape)}, and its output embedding had read "
-                f"{shown}: a fused head may go around it; load the model without."
+                f"The model returned logits {list(logits.shape)}, but its output embedding read "
+                f"{shown}. A fused head may bypass it: load the model without it."
             )
-        return seen
+        return recorded
 
 
-def read_store(context: TaskContext) -> Store:
-    """One pass of the model alone over the reference set's tokens."""
-    model = getattr(context.model, "_orig_mod", context.model)
+def read_store(context: TaskContext) -> TokenStore:
+    """Read the reference set once with the model alone.
+
+    Raises:
+        ReferenceSetError: No token of the reference set has a next one.
+    """
+    model = uncompiled(context.model)
     config = context.build_config()
     reference = reference_tokens(model, context.tokenizer, context.examples, config)
     source = replace(reference.provenance, key=reference.scored.nonzero().flatten())
     if not len(source):
-        raise ReferenceSetError("No example of the reference set has two tokens: nothing follows.")
+        raise ReferenceSetError(
+            "kNN-LM needs an example of at least two tokens, and the reference set has none."
+        )
     forget_compiled_graphs()
     with freeze(model), torch.no_grad():
-        keys, own = _read(context, model, reference, config.batch_tokens)
+        keys, likelihood = _read_keys(context, model, reference, config.batch_tokens)
     values = source.stream[source.key + 1].long()
-    return Store(keys, *(part.to(keys.device) for part in (values, own, source.example)))
+    rest = (part.to(keys.device) for part in (values, likelihood, source.example))
+    return TokenStore(keys, *rest)
 
 
-def _read(
+def _read_keys(
     context: TaskContext, model: nn.Module, reference: ReferenceTokens, batch_tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """Keys [M, d] and likelihoods [M] of all tokens with a next one, in the reference's order."""
-    hidden, device = LastHidden(model), input_device(model)
+    """Return keys [M, d] and log-likelihoods [M] of all tokens with a next one, in their order."""
+    hidden, device = HiddenStateHook(model), input_device(model)
     row_of = reference.scored.cumsum(0) - 1
-    own = torch.empty(int(row_of[-1]) + 1)
-    keys: Tensor | None = None
+    likelihood = torch.empty(int(row_of[-1]) + 1)
+    keys = torch.empty(0)
     done, total = 0, len(reference.scored)
-    try:
+    with install_hooks([hidden]):
         for windows in plan_batches(reference.lengths, batch_tokens):
-            batch = make_batch(reference, windows)
+            batch = make_batch(reference, windows).to(device)
+            mask = batch.attention_mask
+            logits = model(input_ids=batch.ids, attention_mask=mask, use_cache=False).logits
+            losses = next_token_losses(logits, batch.ids, batch.scored)
+            states = hidden.take(logits)
+            states = states[batch.scored.to(states.device)]
             start = torch.tensor([reference.bounds[window].start for window in windows])
-            line, column = batch.scored.nonzero(as_tuple=True)
+            line, column = batch.scored.cpu().nonzero(as_tuple=True)
             rows = row_of[start[line] + column]
-            read, own[rows] = _next_tokens(model, hidden, batch.to(device))
-            keys = read.new_empty(len(own), read.shape[-1]) if keys is None else keys
-            keys[rows.to(keys.device)] = read
+            likelihood[rows] = -losses[batch.scored[:, :-1].to(losses.device)].cpu()
+            keys = keys if len(keys) else states.new_empty(len(likelihood), states.shape[-1])
+            keys[rows.to(keys.device)] = states
             done += int(batch.real.sum())
             context.on_progress(Progress("reading the reference set", done, total))
-    finally:
-        hidden.handle.remove()
-    if keys is None:
-        raise ReferenceSetError("The reference set holds no tokens.")
-    return keys, own
+    return keys, likelihood
 
 
-def _next_tokens(model: nn.Module, hidden: LastHidden, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Of the batch's n tokens with a next one: hidden states [n, d], and log-likelihoods [n] of
-    what is next, on the CPU. A sequence at a time: wide logits may not fit in fp32."""
-    mask = batch.attention_mask
-    logits = model(input_ids=batch.ids, attention_mask=mask, use_cache=False).logits
-    states = hidden.before(logits)
-    scored, ids = batch.scored.to(logits.device), batch.ids.to(logits.device)
-    likelihoods = [
-        -F.cross_entropy(row[kept].float(), line[1:][kept[:-1]], reduction="none")
-        for row, line, kept in zip(logits, ids, scored, strict=True)
-    ]
-    return states[scored.to(states.device)], torch.cat(likelihoods).cpu()
+def hold_out(store: TokenStore, seed: int) -> tuple[TokenStore, TokenStore]:
+    """Split a store by examples into a held-out part and the rest.
 
-
-def held_apart(store: Store, seed: int) -> tuple[Store, Store]:
-    """Examples to choose by, and the others. Of one example, all tokens are on one side."""
+    Raises:
+        ReferenceSetError: All tokens are of one example.
+    """
     examples = store.example.unique().tolist()
     if len(examples) < 2:
         raise ReferenceSetError(
-            "Of one example none can be held out to choose by: give more, or k, weight and "
-            "temperature."
+            "Choosing k, weight and temperature needs at least two examples, one of them held out. "
+            "Use a larger reference set, or give all three."
         )
     count = max(1, round(_HELD_OUT * len(examples)))
-    drawn = torch.tensor(random.Random(seed).sample(examples, count), device=store.example.device)
-    apart = torch.isin(store.example, drawn)
-    return store.of(apart), store.of(~apart)
+    chosen = torch.tensor(random.Random(seed).sample(examples, count), device=store.example.device)
+    held_out = torch.isin(store.example, chosen)
+    return store.select(held_out), store.select(~held_out)
 
 
-def choose(store: Store, config: KnnLmConfig, seed: int) -> tuple[KnnLmConfig, dict[str, Any]]:
-    """K, λ and T for what comes next in examples the store has not seen, and how good they are.
+def choose(store: TokenStore, config: KnnLmConfig, seed: int) -> tuple[KnnLmConfig, dict[str, Any]]:
+    """Choose K, λ and T on held-out examples; one search with the largest K serves all trials.
 
-    One search with the largest K serves every context that is tried.
+    Returns:
+        The config without None, and the held-out loss with it and without kNN-LM.
     """
-    asked, rest = held_apart(store, seed)
+    held_out, rest = hold_out(store, seed)
     ks = sorted({min(k, len(rest)) for k in ((config.k,) if config.k else _KS)})
-    found = rest.searched_by(config.index).nearest(asked.keys, ks[-1])
-    loss, k, weight, width = min(
-        tried
+    found = rest.build_index(config.index).nearest(held_out.keys, ks[-1])
+    loss, k, weight, temperature = min(
+        trial
         for k in ks
-        for width in _temperatures(config, found[0])
-        for tried in _tried(asked, found, k, width, config.weight)
+        for temperature in _temperatures(config, found[0])
+        for trial in _try_weights(held_out, found, k, temperature, config.weight)
     )
-    alone = -float(asked.own.double().mean())
-    held_out = {"tokens": len(asked), "nll_alone": alone, "nll": loss}
-    return replace(config, k=k, weight=weight, temperature=width), held_out
+    alone = -float(held_out.log_likelihood.double().mean())
+    facts = {"tokens": len(held_out), "nll_alone": alone, "nll": loss}
+    return replace(config, k=k, weight=weight, temperature=temperature), facts
 
 
 def _temperatures(config: KnnLmConfig, distance: Tensor) -> list[float]:
-    """T to try. Texts of one template share their beginnings: distances of 0 do not count."""
+    """Return the T to try. Distances of 0 do not count: texts of one template share beginnings."""
     if config.temperature is not None:
         return [config.temperature]
     nearest = distance[:, 0]
     nearest = nearest[(nearest > 0) & nearest.isfinite()]
     unit = float(nearest.mean()) if len(nearest) else 1.0
-    return [unit * width for width in _WIDTHS]
+    return [unit * factor for factor in _TEMPERATURES]
 
 
-def _tried(
-    asked: Store, found: tuple[Tensor, Tensor], k: int, width: float, weight: float | None
+def _try_weights(
+    held_out: TokenStore,
+    found: tuple[Tensor, Tensor],
+    k: int,
+    temperature: float,
+    weight: float | None,
 ) -> Iterator[tuple[float, int, float, float]]:
-    """The mean loss of the tokens asked for by each λ, with that λ, K and T."""
+    """Yield the mean loss of the held-out tokens for each λ, with K, λ and T."""
     distance, tokens = (part[:, :k] for part in found)
-    right = tokens == asked.values[:, None]
+    right = tokens == held_out.values[:, None]
     weights = WEIGHTS if weight is None else (weight,)
-    for tried, mixed in mix_likelihoods(asked.own, distance, right, width, weights):
-        yield -float(mixed.double().mean()), k, tried, width
+    own = held_out.log_likelihood
+    for tried, mixed in mix_likelihoods(own, distance, right, temperature, weights):
+        yield -float(mixed.double().mean()), k, tried, temperature
 
 
 class KnnLmHead:
-    """Puts log p(y | x) in the place of a model's logits."""
+    """Replaces a model's logits by log p(y | x)."""
 
-    def __init__(self, neighbours: Neighbours, config: KnnLmConfig) -> None:
+    def __init__(self, index: TokenIndex, config: KnnLmConfig) -> None:
         if config.k is None or config.weight is None or config.temperature is None:
             raise ConfigError(f"k, weight and temperature must be given or chosen, got {config}.")
-        self.neighbours = neighbours
-        self.k = min(config.k, len(neighbours.values))
+        self.index = index
+        self.k = min(config.k, len(index.values))
         self.weight, self.temperature = config.weight, config.temperature
 
     @torch.no_grad()
-    def mixed(self, hidden: Tensor, logits: Tensor) -> Tensor:
-        """Log-probabilities, their softmax being the mixture. Shapes: hidden [..., d]; logits
-        [..., V] → [..., V] fp32: tokens of small probability have none to spare in bf16."""
+    def mix(self, hidden: Tensor, logits: Tensor) -> Tensor:
+        """Return the log-probabilities of the mixture.
+
+        Shapes: hidden [..., d]; logits [..., V]. Result [..., V] fp32, because bf16 is too coarse
+        for tokens of small probability.
+        """
         queries, flat = hidden.flatten(0, -2), logits.flatten(0, -2)
         result = torch.empty(flat.shape, dtype=torch.float32, device=flat.device)
-        at_once = max(1, _NUMBERS // flat.shape[-1])
+        at_once = max(1, _MAX_NUMBERS // flat.shape[-1])
         for start in range(0, len(flat), at_once):
             part = slice(start, start + at_once)
-            result[part] = self._mix(queries[part], flat[part])
+            found = self.index.nearest(queries[part].to(self.index.values.device), self.k)
+            distance, tokens = (each.to(flat.device) for each in found)
+            result[part] = mix_next_token(
+                flat[part], distance, tokens, self.weight, self.temperature
+            )
         return result.view(logits.shape)
-
-    def _mix(self, queries: Tensor, logits: Tensor) -> Tensor:
-        where = self.neighbours.values.device
-        distance, tokens = self.neighbours.nearest(queries.to(where), self.k)
-        distance, tokens = distance.to(logits.device), tokens.to(logits.device)
-        return mix_next_token(logits, distance, tokens, self.weight, self.temperature)
 
     @contextmanager
     def apply_to(self, model: nn.Module) -> Iterator[None]:
-        """Until the context is left. A loss the model computes itself stays that of its own."""
-        hidden = LastHidden(model)
+        """Replace the logits until the context is left, but not a loss that the model computes."""
+        hidden = HiddenStateHook(model)
 
-        def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        def replace_logits(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             if not isinstance(getattr(output, "logits", None), Tensor):
                 raise UnsupportedModelError(
                     f"{type(module).__name__} returned {type(output).__name__} without logits: "
                     f"call it with return_dict=True."
                 )
-            output.logits = self.mixed(hidden.before(output.logits), output.logits)
+            output.logits = self.mix(hidden.take(output.logits), output.logits)
             return output
 
         forget_compiled_graphs()
-        handle = unwrap(model).register_forward_hook(after)
-        try:
-            yield
-        finally:
-            handle.remove()
-            hidden.handle.remove()
+        with install_hooks([hidden]):
+            handle = unwrap(model).register_forward_hook(replace_logits)
+            try:
+                yield
+            finally:
+                handle.remove()
 
 
 @dataclass(frozen=True)
 class KnnLm(Method):
     """The model with a kNN-LM head. λ = 0: the model alone, bit for bit."""
 
-    neighbours: Neighbours = field(repr=False)
+    index: TokenIndex = field(repr=False)
     config: KnnLmConfig
-    held_out: Mapping[str, Any] | None = None  # what K, λ and T were chosen by
+    held_out: Mapping[str, Any] | None = None  # the losses by which K, λ and T were chosen
     name: str = "knn-lm"
 
     def facts(self) -> Mapping[str, Any]:
-        facts = {"cases": len(self.neighbours.values), **asdict(self.config)}
+        facts = {"cases": len(self.index.values), **asdict(self.config)}
         return facts | ({"held_out": dict(self.held_out)} if self.held_out else {})
 
     def apply_to(self, model: nn.Module) -> AbstractContextManager[Any]:
-        head = KnnLmHead(self.neighbours, self.config)
+        head = KnnLmHead(self.index, self.config)
         return head.apply_to(model) if head.weight else nullcontext()
 
 
 @dataclass(frozen=True)
-class Together(Method):
-    """Methods that change the model, put on one after the other."""
+class CombinedMethod(Method):
+    """Several methods that change the model, applied one after the other."""
 
     parts: tuple[Method, ...]
     name: str
@@ -326,22 +345,22 @@ class Together(Method):
 
 
 def prepare_knn_lm(context: TaskContext, config: KnnLmConfig | None = None) -> KnnLm:
-    """A store of the whole reference; K, λ and T as given, or chosen on a part of it."""
+    """Store the whole reference set; choose what `config` leaves open on a held-out part of it."""
     store = context.cached("knn-lm-store", lambda: read_store(context))
     config = config or KnnLmConfig(index=context.index or IndexConfig())
     held_out = None
     if None in (config.k, config.weight, config.temperature):
-        asked = config
+        given = config
         config, held_out = context.cached(
-            f"knn-lm {asked}", lambda: choose(store, asked, context.seed)
+            f"knn-lm {given}", lambda: choose(store, given, context.seed)
         )
-    return KnnLm(store.searched_by(config.index), config, held_out)
+    return KnnLm(store.build_index(config.index), config, held_out)
 
 
-def prepare_both(context: TaskContext) -> Together:
-    """A routing memory, and the kNN-LM head of the model alone.
+def prepare_both(context: TaskContext) -> CombinedMethod:
+    """Combine a routing memory with the kNN-LM head of the model alone.
 
-    The store's keys, K, λ and T are those of kNN-LM alone: with the memory on, every reference
-    token would find itself in it, and its hidden state would be like no other token's.
+    The store's keys, K, λ and T are those of kNN-LM alone: with the memory attached, every
+    reference token would recall itself, and its hidden state would be unlike any other token's.
     """
-    return Together((prepare_knn(context), prepare_knn_lm(context)), "knn+knn-lm")
+    return CombinedMethod((prepare_knn(context), prepare_knn_lm(context)), "knn+knn-lm")

@@ -1,4 +1,4 @@
-"""The paper's method (§4), as one of those that are compared."""
+"""kNN-MoE, the paper's method (§4), as one of the compared methods."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class KnnMoe(Method):
         config = self.config or self.memory.routing
         return {
             "cases": len(self.memory),
-            # A kernel's width comes from all keys of its layer: it tells memories apart.
+            # γ depends on all keys of a layer, so it tells memories apart.
             "gamma": {str(place): layer.gamma for place, layer in self.memory.layers.items()},
             "build": self.memory.build.to_dict(),
             "routing": config.to_dict(),
@@ -57,34 +57,40 @@ class KnnMoe(Method):
 
 
 def prepare_knn(context: TaskContext) -> KnnMoe:
+    """Build or take the memory of a task, to be searched as the context says."""
     memory = routing_memory(context)
     index = context.index
     return KnnMoe(memory, replace(memory.routing, index=index) if index else None)
 
 
 def prepare_paper(context: TaskContext) -> KnnMoe:
-    """The paper's own context, one small step and one neighbour: a memory of its own."""
+    """Build a memory by the preset "paper": one small step and one neighbour."""
     return KnnMoe(routing_memory(context, "paper"), name="knn-paper")
 
 
 def prepare_ivfpq(context: TaskContext) -> KnnMoe:
-    """The paper's compressed variant: 8-bit codes, 32 probed lists, an eighth of the dimension."""
+    """Use the paper's compressed index: 8-bit codes, 32 probed lists, d/8 sub-quantisers."""
     memory = routing_memory(context)
     config = replace(memory.routing, index=IndexConfig(kind="ivfpq"))
     return KnnMoe(memory, config, "knn-ivfpq")
 
 
 def routing_memory(context: TaskContext, preset: str | None = None) -> RoutingMemory:
-    """The memory given, or one of the reference set, for all methods that want one; by a preset
-    that is named, always one of the reference set."""
+    """Return the memory of a context, built once for all methods that need it.
+
+    Args:
+        context: The model and the task.
+        preset: None: the context's own memory if it has one, else one by the context's preset. A
+            name: always a memory of the reference set, built by that preset.
+    """
     if context.memory is not None and preset is None:
         return context.memory
     preset = preset or context.preset
-    return context.cached(f"memory-{preset}", lambda: _kept(context, preset))
+    return context.cached(f"memory-{preset}", lambda: _load_or_build(context, preset))
 
 
-def _kept(context: TaskContext, preset: str) -> RoutingMemory:
-    """Kept in the context's folder, and found there again; of a secret task nothing is kept."""
+def _load_or_build(context: TaskContext, preset: str) -> RoutingMemory:
+    """Memories are kept in the context's folder, except those of a secret task."""
     if context.folder is None or context.data.task.secret:
         return _build(context, preset, None)[0]
     count = f"{len(context.examples)}-of-seed-{context.seed}"
@@ -92,7 +98,7 @@ def _kept(context: TaskContext, preset: str) -> RoutingMemory:
     clock = folder.with_name(f"seconds-of-{folder.name}")
     if clock.is_file() and (folder / CONFIG_FILE).is_file():
         memory = RoutingMemory.from_pretrained(folder)
-        if _is_of(memory, context, preset):
+        if _is_current(memory, context, preset):
             context.shared_seconds += float(clock.read_text(encoding="utf8"))
             return memory
     memory, seconds = _build(context, preset, folder)
@@ -100,8 +106,8 @@ def _kept(context: TaskContext, preset: str) -> RoutingMemory:
     return memory
 
 
-def _is_of(memory: RoutingMemory, context: TaskContext, preset: str) -> bool:
-    """Whether it is what would be built now."""
+def _is_current(memory: RoutingMemory, context: TaskContext, preset: str) -> bool:
+    """Return whether building now would give this memory."""
     config = context.build_config(preset=preset)
     check_belongs(context.model, memory)
     tokens = reference_tokens(context.model, context.tokenizer, context.examples, config)
@@ -110,7 +116,7 @@ def _is_of(memory: RoutingMemory, context: TaskContext, preset: str) -> bool:
 
 
 def _build(context: TaskContext, preset: str, folder: Path | None) -> tuple[RoutingMemory, float]:
-    """And its seconds: of a build that was killed and goes on, as if it had not been."""
+    """Return the memory and its seconds; a resumed build counts as if it had not been killed."""
     share = 1.0
 
     def show(progress: Progress) -> None:

@@ -30,7 +30,7 @@ class Method:
         return nullcontext()
 
     def observe(self, attached: Any) -> Mapping[str, Any]:
-        """Return what the context of `apply_to`, entered as `attached`, counted, as JSON values."""
+        """Return what was counted meanwhile, for JSON; `attached` is what `apply_to` yielded."""
         return {}
 
     def reword(self, questions: Sequence[Question]) -> list[Question]:

@@ -1,221 +1,223 @@
-"""Prompts' last tokens, run again through a model's last layers under given routing logits.
+"""Run the last tokens of prompts again through a model's last layers, with given routing logits.
 
-Below the first of these layers nothing depends on the logits. A prompt is read once; what its
-earlier tokens left in the cache and what enters the first of the layers is kept, and to run the
-last token again costs one token through the layers that are left. Each layer is called with the
-very arguments the model called it with, so that no family's attention is written here.
-
-Knows decoder layers, caches and routers; nothing of questions, neighbours or losses to descend.
+Nothing below the first of these layers depends on the logits. A prompt is therefore read once; the
+cache of its earlier tokens and the input of the first of the layers are kept. Running the last
+token again then costs one token through the remaining layers. Each layer is called with the same
+arguments with which the model called it, so that this works for the attention of any family.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from knn_moe.equations.losses import IGNORED, target_losses
 from knn_moe.errors import RouterNotCalledError, UnsupportedModelError
 from knn_moe.routers.dense_gradients import DenseGradientHook
 from knn_moe.routers.find import Router, find_routers
 from knn_moe.routers.intercept import Callback, RouterHook
-from knn_moe.routers.model_state import input_device, unwrap
+from knn_moe.routers.model_state import Installable, input_device, install_hooks, unwrap
 
-_GROWING: Final = (DynamicLayer, DynamicSlidingWindowLayer)  # put new tensors in place of the old
-_NO_TARGET: Final = -100
+# Cache layers that replace their tensors instead of writing on them.
+_REPLACING: Final = (DynamicLayer, DynamicSlidingWindowLayer)
 _TRIAL: Final = (1, 2, 3, 4, 5)  # tokens of any vocabulary
+Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a layer
 
 
 @dataclass(frozen=True)
-class Halted:
-    """Prompts read up to the layers that will be run again; S tokens of each go through them: the
-    last of the prompt and those of the answer but its last. Shapes: own [B, L, N] fp32, the last
-    prompt token's routing logits; logits [B, S, V]; targets [B, S], -100 where none is."""
+class PausedPrompts:
+    """Prompts that were read up to the layers that will be run again.
 
-    own: Tensor
+    S tokens of each go through these layers: the last of the prompt, and those of the answer except
+    its last. Shapes: own_routing [B, L, N] fp32, the routing logits of the last prompt token;
+    logits [B, S, V]; targets [B, S], IGNORED where there is none.
+    """
+
+    own_routing: Tensor
     logits: Tensor
     targets: Tensor
     hidden: Tensor = field(repr=False)
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(repr=False)
-    passed: Any = field(repr=False)  # the cache as the layers were given it
-    past: Any = field(repr=False)  # what was in it then
+    calls: list[Call] = field(repr=False)
+    passed_cache: Any = field(repr=False)  # the object the layers were called with
+    earlier_cache: Any = field(repr=False)  # what it held at that time
 
 
 @dataclass(frozen=True)
-class Tail:
+class _PreHook:
+    module: nn.Module
+    callback: Callable[..., None]
+
+    def install(self) -> Sequence[RemovableHandle]:
+        return [self.module.register_forward_pre_hook(self.callback, with_kwargs=True)]
+
+
+@dataclass(frozen=True)
+class LastLayers:
     """A model's decoder layers from that of the first of L routers on."""
 
     model: nn.Module = field(repr=False)
     routers: list[Router]
     stack: nn.Module = field(repr=False)
     layers: list[nn.Module] = field(repr=False)
-    gradient: str = "sparse"  # to the routing logits: "sparse" or "dense", as in BuildConfig
+    gradient: str = "sparse"  # for the routing logits: "sparse" or "dense", as in BuildConfig
 
     @torch.no_grad()
     def read(
         self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]] | None = None
-    ) -> Halted:
-        """Read prompts, of any lengths, with as much of their answers as will be scored."""
-        tokens = _Tokens.of(prompts, answers or [[]] * len(prompts), input_device(self.model))
+    ) -> PausedPrompts:
+        """Read prompts of any lengths, with as much of their answers as will be scored."""
+        tokens = _PaddedTokens.pad(
+            prompts, answers or [[]] * len(prompts), input_device(self.model)
+        )
         stack: Any = self.stack
         cache = stack(**tokens.before(), use_cache=True).past_key_values
-        past = _again(cache)
+        earlier = _copy_cache(cache)
         own: list[Tensor] = []
+        calls: list[Call] = []
 
         def record(inputs: Tensor, logits: Tensor) -> Tensor:
             own.append(logits.view(len(prompts), -1, logits.shape[-1])[:, 0].float())
             return logits
 
-        with self._overheard() as heard, self._routed([record] * len(self.routers)):
+        def record_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not args:
+                raise _unsupported(self.model)
+            calls.append((args, kwargs))
+
+        hooks = [_PreHook(layer, record_call) for layer in self.layers]
+        with install_hooks([*hooks, *self._router_hooks([record] * len(self.routers))]):
             output = self.model(**tokens.after(), past_key_values=cache, use_cache=True)
-        calls = [(args[1:], kwargs) for args, kwargs in heard]
         device = output.logits.device
-        return Halted(
-            own=torch.stack([part.to(device) for part in own], dim=1),
+        return PausedPrompts(
+            own_routing=torch.stack([part.to(device) for part in own], dim=1),
             logits=output.logits,
             targets=tokens.targets.to(device),
-            hidden=heard[0][0][0].clone(),
-            calls=calls,
-            passed=cache,
-            past=past,
+            hidden=calls[0][0][0].clone(),
+            calls=[(args[1:], kwargs) for args, kwargs in calls],
+            passed_cache=cache,
+            earlier_cache=earlier,
         )
 
-    def run(self, halted: Halted, routing: Tensor) -> Tensor:
-        """The logits after each of the S tokens, the first of them routed by `routing`. Gradients
-        reach `routing`, if they are wanted. Shapes: routing [B, L, N] → [B, S, V]."""
-        cache = _again(halted.past)
+    def resume(self, paused: PausedPrompts, routing: Tensor) -> Tensor:
+        """Return the logits after each of the S tokens, the first of them routed by `routing`.
 
-        def pass_on(value: Any) -> Any:
-            return cache if value is halted.passed else value
+        Gradients reach `routing` if they are enabled. Shapes: routing [B, L, N]. Result [B, S, V].
+        """
+        cache = _copy_cache(paused.earlier_cache)
 
-        x = halted.hidden
-        with self._routed([_at_first(routing[:, place]) for place in range(routing.shape[1])]):
-            for layer, (args, kwargs) in zip(self.layers, halted.calls, strict=True):
-                named = {name: pass_on(value) for name, value in kwargs.items()}
-                output = layer(x, *map(pass_on, args), **named)
+        def with_copy(value: Any) -> Any:
+            return cache if value is paused.passed_cache else value
+
+        x = paused.hidden
+        callbacks = [_replace_first(routing[:, place]) for place in range(routing.shape[1])]
+        with install_hooks(self._router_hooks(callbacks)):
+            for layer, (args, kwargs) in zip(self.layers, paused.calls, strict=True):
+                named = {name: with_copy(value) for name, value in kwargs.items()}
+                output = layer(x, *map(with_copy, args), **named)
                 x = output[0] if isinstance(output, tuple) else output
         head: Any = unwrap(self.model).get_output_embeddings()
         norm: Any = self.stack.norm
         logits: Tensor = head(norm(x))
         return logits
 
-    def losses(self, halted: Halted, routing: Tensor) -> Tensor:
-        """The mean loss of each answer's tokens. Shapes: routing [B, L, N] → [B] fp32."""
-        logits = self.run(halted, routing)
-        losses = F.cross_entropy(
-            logits.flatten(0, 1).float(),
-            halted.targets.flatten(),
-            ignore_index=_NO_TARGET,
-            reduction="none",
-        )
-        scored = (halted.targets != _NO_TARGET).sum(dim=1)
-        return losses.view_as(halted.targets).sum(dim=1) / scored
+    def answer_losses(self, paused: PausedPrompts, routing: Tensor) -> Tensor:
+        """Return the mean loss of each answer's tokens. Shapes: routing [B, L, N]. Result [B]."""
+        losses = target_losses(self.resume(paused, routing), paused.targets)
+        return losses.sum(dim=1) / (paused.targets != IGNORED).sum(dim=1)
+
+    def _router_hooks(self, callbacks: Sequence[Callback]) -> list[Installable]:
+        pairs = zip(self.routers, callbacks, strict=True)
+        if self.gradient == "dense" and torch.is_grad_enabled():
+            return [DenseGradientHook(self.model, router, callback) for router, callback in pairs]
+        return [RouterHook(router, callback) for router, callback in pairs]
 
     @contextmanager
-    def _overheard(self) -> Iterator[list[tuple[tuple[Any, ...], dict[str, Any]]]]:
-        """The arguments of each layer's call, in their order."""
-        heard: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    def replace_routing(self, prompts: Sequence[Sequence[int]], routing: Tensor) -> Iterator[None]:
+        """Route the last token of each prompt by `routing` until the context is left.
 
-        def listen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not args:
-                raise _unsupported(self.model)
-            heard.append((args, kwargs))
+        This applies wherever the model reads one of these prompts from its beginning; all other
+        tokens are routed by the routers. Shapes: routing [B, L, N].
 
-        with ExitStack() as hooks:
-            for layer in self.layers:
-                hooks.callback(layer.register_forward_pre_hook(listen, with_kwargs=True).remove)
-            yield heard
-
-    @contextmanager
-    def _routed(self, callbacks: Sequence[Callback]) -> Iterator[None]:
-        with ExitStack() as hooks:
-            for router, callback in zip(self.routers, callbacks, strict=True):
-                dense = self.gradient == "dense" and torch.is_grad_enabled()
-                hook = (
-                    DenseGradientHook(self.model, router, callback)
-                    if dense
-                    else RouterHook(router, callback)
-                )
-                for handle in hook.install():
-                    hooks.callback(handle.remove)
-            yield
-
-    @contextmanager
-    def remixed(self, prompts: Sequence[Sequence[int]], routing: Tensor) -> Iterator[None]:
-        """While inside, wherever the model reads these prompts from their beginning, the last token
-        of each is routed by `routing`; all others by the routers. Shapes: routing [B, L, N]."""
-        ends = _Ends([list(prompt) for prompt in prompts])
-        hook = self.stack.register_forward_pre_hook(ends.find, with_kwargs=True)
-        with ExitStack() as hooks:
-            hooks.callback(hook.remove)
-            parts = [ends.replace(routing[:, place]) for place in range(routing.shape[1])]
-            hooks.enter_context(self._routed(parts))
+        Raises:
+            RouterNotCalledError: No end of a prompt went through the routers.
+        """
+        ends = _PromptEnds([list(prompt) for prompt in prompts])
+        callbacks = [ends.replace(routing[:, place]) for place in range(routing.shape[1])]
+        with install_hooks([_PreHook(self.stack, ends.find), *self._router_hooks(callbacks)]):
             yield
         if not ends.replaced:
             raise RouterNotCalledError(
-                f"Router {self.routers[-1].name!r} was never asked about the end of a prompt, so "
-                f"nothing was re-mixed: use a model that is not compiled, quantised or fused."
+                f"Router {self.routers[-1].name!r} never saw the end of a prompt, so its routing "
+                f"was not replaced. Use a model that is not compiled, quantised or fused."
             )
 
 
-def last_layers(model: nn.Module, count: int, gradient: str = "sparse") -> Tail:
-    """The last `count` MoE layers, or all there are, and the dense ones between them."""
+def find_last_layers(model: nn.Module, count: int, gradient: str = "sparse") -> LastLayers:
+    """Return the last `count` MoE layers, or all there are, and the dense ones between them.
+
+    Raises:
+        UnsupportedModelError: The layers cannot be run by themselves.
+    """
     routers = find_routers(model)[-count:]
     names = routers[0].name.split(".")
     for end in range(1, len(names)):
         part = model.get_submodule(".".join(names[:end]))
         if isinstance(part, nn.ModuleList):
             stack = model.get_submodule(".".join(names[: end - 1]))
-            tail = Tail(model, routers, stack, list(part)[int(names[end]) :], gradient)
-            _check(tail)
-            return tail
+            last = LastLayers(model, routers, stack, list(part)[int(names[end]) :], gradient)
+            _check(last)
+            return last
     raise _unsupported(model)
 
 
-def _check(tail: Tail) -> None:
-    """What runs after the last layer, or beside it, is the family's own: see that nothing does, and
-    that gradients pass (some recurrent layers write on what they would need for them)."""
-    if not isinstance(getattr(tail.stack, "norm", None), nn.Module):
-        raise _unsupported(tail.model)
+def _check(last: LastLayers) -> None:
+    """Check that only a norm and the head follow the layers, and that gradients pass.
+
+    Some recurrent layers overwrite what their backward pass needs.
+    """
+    if not isinstance(getattr(last.stack, "norm", None), nn.Module):
+        raise _unsupported(last.model)
     with torch.inference_mode(False), torch.enable_grad():
-        halted = tail.read([_TRIAL])
-        leaf = halted.own.clone().requires_grad_()
-        found, wanted = tail.run(halted, leaf).float(), halted.logits.float()
+        paused = last.read([_TRIAL])
+        leaf = paused.own_routing.clone().requires_grad_()
+        found, wanted = last.resume(paused, leaf).float(), paused.logits.float()
         if found.shape != wanted.shape or (found - wanted).abs().max() > 0.01 * wanted.abs().max():
-            raise _unsupported(tail.model)
+            raise _unsupported(last.model)
         try:
             torch.autograd.grad(found.sum(), leaf)
         except RuntimeError:
-            raise _unsupported(tail.model) from None
+            raise _unsupported(last.model) from None
 
 
 def _unsupported(model: nn.Module) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"The last layers of {type(unwrap(model)).__name__} cannot be run by themselves, as C3PO "
-        f"needs it: choose another method for this model."
+        f"requires. Choose another method for this model."
     )
 
 
-def _again(cache: Any) -> Any:
-    """A cache that can be written on and leaves the one it was made of as it is."""
+def _copy_cache(cache: Any) -> Any:
+    """Return a copy that can be written on without changing the original."""
     if getattr(cache, "layers", None) is None:
         return copy.deepcopy(cache)
-    again = copy.copy(cache)
-    again.layers = [
-        copy.copy(layer) if type(layer) in _GROWING else copy.deepcopy(layer)
+    copied = copy.copy(cache)
+    copied.layers = [
+        copy.copy(layer) if type(layer) in _REPLACING else copy.deepcopy(layer)
         for layer in cache.layers
     ]
-    return again
+    return copied
 
 
-def _at_first(routing: Tensor) -> Callback:
-    """Replaces the logits of each row's first token. Shapes: routing [B, N], logits [B·S, N]."""
+def _replace_first(routing: Tensor) -> Callback:
+    """Replace the logits of each row's first token. Shapes: routing [B, N], logits [B·S, N]."""
 
     def replace(inputs: Tensor, logits: Tensor) -> Tensor:
         rows = logits.view(len(routing), -1, logits.shape[-1])
@@ -226,50 +228,51 @@ def _at_first(routing: Tensor) -> Callback:
 
 
 @dataclass(frozen=True)
-class _Tokens:
-    """Prompts padded on the left, then answers padded on the right, which nothing sees.
+class _PaddedTokens:
+    """Prompts padded on the left, followed by answers padded on the right.
 
-    Shapes: ids, mask, places [B, P + S]; targets [B, S].
+    Shapes: ids, mask, positions [B, P + S]; targets [B, S].
     """
 
     ids: Tensor
     mask: Tensor
-    places: Tensor
+    positions: Tensor
     targets: Tensor
 
     @classmethod
-    def of(
+    def pad(
         cls, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], device: Any
-    ) -> _Tokens:
-        # One token before the last at the least, were it padding: there is a cache to go on from.
+    ) -> _PaddedTokens:
+        # At least one token before the last, even if padding, so that there is a cache.
         before = max(2, *map(len, prompts))
         after = max(1, *map(len, answers))
         ids = torch.zeros(len(prompts), before + after - 1, dtype=torch.long)
         mask = torch.ones_like(ids)
-        targets = torch.full((len(prompts), after), _NO_TARGET)
+        targets = torch.full((len(prompts), after), IGNORED)
         for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
             start = before - len(prompt)
             whole = [*prompt, *answer[:-1]]
             ids[row, start : start + len(whole)] = torch.tensor(whole)
             mask[row, :start] = 0
             targets[row, : len(answer)] = torch.tensor(answer, dtype=torch.long)
-        places = (mask.cumsum(dim=1) - 1).clamp(min=0)
-        return cls(*(part.to(device) for part in (ids, mask, places, targets)))
+        positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+        return cls(*(part.to(device) for part in (ids, mask, positions, targets)))
 
     def before(self) -> dict[str, Tensor]:
-        """All but the last S tokens, as a model takes them."""
+        """Return a model's arguments for all but the last S tokens."""
         end = -self.targets.shape[1]
-        parts = self.ids[:, :end], self.mask[:, :end], self.places[:, :end]
+        parts = self.ids[:, :end], self.mask[:, :end], self.positions[:, :end]
         return dict(zip(("input_ids", "attention_mask", "position_ids"), parts, strict=True))
 
     def after(self) -> dict[str, Tensor]:
+        """Return a model's arguments for the last S tokens, with a cache of those before."""
         start = -self.targets.shape[1]
-        parts = self.ids[:, start:], self.mask, self.places[:, start:]
+        parts = self.ids[:, start:], self.mask, self.positions[:, start:]
         return dict(zip(("input_ids", "attention_mask", "position_ids"), parts, strict=True))
 
 
-class _Ends:
-    """Where, among the flattened tokens that routers see, the last tokens of prompts are."""
+class _PromptEnds:
+    """Finds the last tokens of prompts among the flattened tokens that routers see."""
 
     def __init__(self, prompts: list[list[int]]) -> None:
         self.prompts = prompts
@@ -280,11 +283,11 @@ class _Ends:
     def find(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ids = kwargs.get("input_ids", args[0] if args else None)
         cache = kwargs.get("past_key_values")
-        read_on = cache is not None and int(cache.get_seq_length()) > 0
-        self._found = None if read_on or ids is None else self._places(ids)
+        continued = cache is not None and int(cache.get_seq_length()) > 0
+        self._found = None if continued or ids is None else self._places(ids)
 
     def _places(self, ids: Tensor) -> tuple[list[int], list[int]] | None:
-        """Places of tokens, and whose they are."""
+        """Return the places of the last tokens and the numbers of their prompts."""
         count, length = ids.shape
         if (count, length) == (len(self.prompts), self.longest):  # or padded on the left
             return [(row + 1) * length - 1 for row in range(count)], list(range(count))
@@ -294,12 +297,12 @@ class _Ends:
             for number, prompt in enumerate(self.prompts)
             if line[: len(prompt)] == prompt
         ]
-        # Of equal prompts either will do: a dictionary keeps one.
+        # Of equal prompts either will do; a dictionary keeps one.
         unique = dict(found)
         return (list(unique), list(unique.values())) if unique else None
 
     def replace(self, routing: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-        """Shapes: routing [B, N]."""
+        """Return the callback of one router. Shapes: routing [B, N]."""
 
         def callback(inputs: Tensor, logits: Tensor) -> Tensor:
             if self._found is None:

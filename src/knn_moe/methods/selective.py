@@ -1,6 +1,6 @@
 """Recall only where it is likely to help: the paper's Selective variant (§6.1), and a cheap gate.
 
-Knows which questions a model finds easy; how tokens are gated is gate.py's.
+This module knows which questions a model finds easy; inference/gate.py gates single tokens.
 """
 
 from __future__ import annotations
@@ -24,53 +24,55 @@ from knn_moe.tasks.sample import Sample
 
 
 @dataclass
-class Selective(Method):
-    """With a memory, but for the third of the test questions that the model alone finds easiest.
+class SelectiveKnnMoe(Method):
+    """kNN-MoE on the test questions except the third that the model alone finds easiest.
 
-    Transductive, as in the paper: which third that is, is known only once the model alone has read
-    the whole test. It answers all of it first; the easy third keeps those answers, the others are
-    asked again with the memory. Every sample is thus that of one of the two plain runs. Of a text,
-    what is easy is told by the very loss that is reported.
+    It is transductive, as in the paper: the model alone first answers the whole test set. The third
+    with the lowest loss keeps these answers; the other questions are asked again with the memory.
+    Every sample thus equals that of one of the two plain runs. For a text, the loss that selects is
+    the one that is reported.
     """
 
     knn: KnnMoe
     name: str = "knn-selective"
-    _later: ExitStack = field(default_factory=ExitStack, init=False, repr=False)
+    _attached: ExitStack = field(default_factory=ExitStack, init=False, repr=False)
 
     def facts(self) -> Mapping[str, Any]:
         return {
             **self.knn.facts(),
-            "selected": "by the whole test: its third of lowest zero-shot perplexity is without "
-            "memory",
+            "selected": "the third of the test set with the lowest zero-shot perplexity is "
+            "answered without the memory",
         }
 
     @contextmanager
     def apply_to(self, model: nn.Module) -> Iterator[None]:
-        """The memory comes on when the model alone is done, and off at the end."""
+        """Attach the memory once the model alone has answered; detach it on exit."""
         check_belongs(model, self.knn.memory)
-        with ExitStack() as self._later:
+        with ExitStack() as self._attached:
             yield
 
     def make_answer(
         self, model: nn.Module, answer: Answer, batches: Sequence[Sequence[Question]]
     ) -> Answer:
-        alone = [answer(batch, number) for number, batch in enumerate(batches)]
-        easy = lowest_third([sample for samples in alone for sample in samples])
-        self._later.enter_context(self.knn.apply_to(model))
+        zero_shot = [answer(batch, number) for number, batch in enumerate(batches)]
+        easy = lowest_third([sample for samples in zero_shot for sample in samples])
+        self._attached.enter_context(self.knn.apply_to(model))
 
-        def chosen(batch: Sequence[Question], number: int) -> list[Sample]:
-            if all(sample.id in easy for sample in alone[number]):
-                return alone[number]
-            # The whole batch: by itself, a question might be rounded otherwise.
-            pairs = zip(alone[number], answer(batch, number), strict=True)
+        def answer_selectively(batch: Sequence[Question], number: int) -> list[Sample]:
+            if all(sample.id in easy for sample in zero_shot[number]):
+                return zero_shot[number]
+            # Ask the whole batch: in another batch, a question might be rounded differently.
+            pairs = zip(zero_shot[number], answer(batch, number), strict=True)
             return [before if before.id in easy else after for before, after in pairs]
 
-        return chosen
+        return answer_selectively
 
 
 def lowest_third(samples: Sequence[Sample]) -> set[str]:
-    """Ids of the third of lowest loss, as comparisons cut it: rounded up, ties by id. What has no
-    loss, a prompt of one token, is not low."""
+    """Return the ids of the third with the lowest loss, rounded up; ties are broken by id.
+
+    A sample without a loss, such as a prompt of one token, counts as highest.
+    """
 
     def loss(sample: Sample) -> tuple[float, str]:
         return math.inf if sample.nll is None else sample.nll, sample.id
@@ -79,12 +81,13 @@ def lowest_third(samples: Sequence[Sample]) -> set[str]:
     return {sample.id for sample in ordered[: math.ceil(len(ordered) / 3)]}
 
 
-def prepare_selective(context: TaskContext) -> Selective:
-    return Selective(prepare_knn(context))
+def prepare_selective(context: TaskContext) -> SelectiveKnnMoe:
+    """Prepare kNN-MoE, to be used on the harder questions only."""
+    return SelectiveKnnMoe(prepare_knn(context))
 
 
 def prepare_gated(context: TaskContext) -> KnnMoe:
-    """Token by token, by the router's own entropy: no pass more, and no test set seen before."""
+    """Prepare kNN-MoE gated per token by the router's entropy, which needs no further pass."""
     knn = prepare_knn(context)
     routing = knn.config or knn.memory.routing
     return replace(knn, config=replace(routing, gate=ENTROPY), name="knn-gated")
