@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass, field
-from typing import IO, Any, Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from knn_moe.errors import ConfigError, LabelError
@@ -148,15 +148,7 @@ def read_score(reply: str) -> float:
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     """Reports a redirect instead of following it: the key is for the named endpoint only."""
 
-    def redirect_request(
-        self,
-        req: urllib.request.Request,
-        fp: IO[bytes],
-        code: int,
-        msg: str,
-        headers: http.client.HTTPMessage,
-        newurl: str,
-    ) -> None:
+    def redirect_request(self, *args: Any, **kwargs: Any) -> None:
         return None
 
 

@@ -5,9 +5,7 @@ Knows nothing of models.
 
 from __future__ import annotations
 
-import gzip
 import json
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any, TypeAlias
 
 from knn_moe.errors import ReferenceSetError
 from knn_moe.reference.examples import Example, is_chat, tokenise_prompt
+from knn_moe.support.files import read_lines
 
 
 @dataclass(frozen=True)
@@ -117,14 +116,8 @@ def _read_file(path: Path) -> Iterator[Prompt]:
             f"Unknown file type {path.suffix!r} of {str(path)!r}. Use .jsonl or .jsonl.gz (one "
             f'JSON object per line with "prompt" or "messages"), or .txt (one prompt per line).'
         )
-    opener = gzip.open if path.suffix == ".gz" else open
-    try:
-        with opener(path, "rt", encoding="utf8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield _parse_line(path, number, line)
-    except (UnicodeDecodeError, OSError, EOFError, zlib.error) as error:
-        raise ReferenceSetError(f"Cannot read {str(path)!r}: {error}.") from None
+    for number, line in read_lines(path, ReferenceSetError):
+        yield _parse_line(path, number, line)
 
 
 def _parse_line(path: Path, number: int, line: str) -> Prompt:

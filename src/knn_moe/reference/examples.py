@@ -8,15 +8,14 @@ tokenised exactly as `tokenizer(text)` does it; a prompt and completion as the j
 
 from __future__ import annotations
 
-import gzip
 import json
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from knn_moe.errors import ReferenceSetError
+from knn_moe.support.files import read_lines
 
 _FIELDS: Final = '"text", "prompt" and "completion", or "messages"'
 
@@ -95,17 +94,13 @@ def iter_examples(source: str | Path | Iterable[ExampleLike]) -> Iterator[Exampl
 def _from_file(path: Path) -> Iterator[Example]:
     if not path.is_file():
         raise ReferenceSetError(f"No file of examples at {str(path)!r}.")
-    try:
-        if ".jsonl" not in path.suffixes:
-            yield from _from_text(path)
-            return
-        empty = True
-        for number, line in enumerate(_lines(path), start=1):
-            if line.strip():
-                empty = False
-                yield _parse(path, number, line)
-    except (UnicodeDecodeError, OSError, EOFError, zlib.error) as error:
-        raise ReferenceSetError(f"Cannot read {str(path)!r}: {error}.") from None
+    if ".jsonl" not in path.suffixes:
+        yield from _from_text(path)
+        return
+    empty = True
+    for number, line in read_lines(path, ReferenceSetError):
+        empty = False
+        yield _parse(path, number, line)
     if empty:
         raise ReferenceSetError(f"{str(path)!r} holds no examples: it is empty.")
 
@@ -116,16 +111,13 @@ def _from_text(path: Path) -> Iterator[Example]:
             f"Cannot tell what {str(path)!r} holds. Use .jsonl or .jsonl.gz (one JSON object a "
             f"line with {_FIELDS}), or .txt (one text)."
         )
-    text = path.read_text(encoding="utf8")
+    try:
+        text = path.read_text(encoding="utf8")
+    except (UnicodeDecodeError, OSError) as error:
+        raise ReferenceSetError(f"Cannot read {str(path)!r}: {error}.") from None
     if not text.strip():
         raise ReferenceSetError(f"{str(path)!r} holds no examples: it is empty.")
     yield Example(completion=text)
-
-
-def _lines(path: Path) -> Iterator[str]:
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf8") as lines:
-        yield from lines
 
 
 def _parse(path: Path, number: int, line: str) -> Example:

