@@ -28,16 +28,6 @@ from knn_moe.reproduce.study import Study
 from knn_moe.reproduce.table import Cell, Chart, Series, Table, number, percent, points, row
 from knn_moe.reproduce.write import latex, markdown, read_table, write_table
 
-TEX = Path(os.environ.get("KNN_MOE_DATA") or "../shared/data").parent / "paper.tex"
-LABELS = {  # of our tables in the paper
-    "main": "main_results", "perplexity": "why_works", "selective": "why_works2",
-    "reference-size": "size", "neighbours": "k", "steps": "s", "construction-time": "mem_time",
-    "inference-speed": "infer_speed", "memory-use": "vram", "c3po": "vs_c3po",
-    "load-balancing": "lb", "similarity": "s_func_results", "top1-share": "top1_share",
-    "seeds": "seed",
-}  # fmt: skip
-
-
 def load(name: str) -> tuple[Any, Any]:
     return trained(name), words()
 
@@ -255,72 +245,6 @@ def test_names_and_plans_are_checked() -> None:
     assert Plan(tasks=("arc_easy",)).swept == ("arc_easy",)
     part = Plan(models=("a", "b")).of("b", "mmlu")
     assert (part.models, part.tasks, part.swept, part.seeded) == (("b",), ("mmlu",), (), ())
-
-
-def test_every_table_has_the_papers_numbers() -> None:
-    assert list(PAPER) == list(TABLES)
-    for printed in PAPER.values():
-        assert all(len(cells) == len(printed.columns) for cells in printed.rows)
-
-
-@pytest.mark.skipif(not TEX.exists(), reason="the paper is not here")
-@pytest.mark.parametrize("name", list(TABLES))
-def test_the_papers_numbers_are_the_papers(name: str) -> None:
-    """Row by row: the numbers of each of ours end a row of the paper's table."""
-    text = TEX.read_text(encoding="utf8")
-    end = text.index(rf"\label{{tab:{LABELS[name]}}}")
-    table = text[text.rindex(r"\begin{tabular}", 0, end) : end]
-    rows = [_numbers(line) for line in table.split(r"\\")]
-    for cells in PAPER[name].rows:
-        ours = _numbers(" ".join(cells))
-        assert ours
-        assert any(row[-len(ours) :] == ours for row in rows), cells
-        marked = [cell.endswith("†") for cell in cells if _numbers(cell)]
-        line = next(x for x in table.split(r"\\") if _numbers(x)[-len(ours) :] == ours)
-        found = [("†" in part) for part in line.split("&") if _numbers(part)][-len(marked) :]
-        assert marked == found, cells
-
-
-def _numbers(text: str) -> list[str]:
-    return re.findall(r"[+-]?\d+\.\d+", text.replace(r"$\pm$", " "))
-
-
-def a_table() -> Table:
-    return Table(
-        name="a",
-        title="A_table",
-        columns=("what", "how % much"),
-        rows=(row("one & two", percent(0.1234, "†")), row("none", number(None, ".2f"))),
-        charts=(Chart("lines", ("x", "y"), (Series("s", (1.0, None)),), "axis"),),
-        paper=PAPER["selective"],
-    )
-
-
-def test_forms(tmp_path: Path) -> None:
-    table = a_table()
-    text = markdown(table)
-    assert "| one & two | 12.34† |" in text
-    assert "| kNN-MoE (Selective) | 30.30 | 47.85 | 35.41 |" in text
-    tex = latex(table)
-    assert r"one \& two & 12.34$^{\dagger}$ \\" in tex
-    assert r"A\_table" in tex
-    write_table(table, tmp_path)
-    first = (tmp_path / "a.svg").read_bytes()
-    write_table(table, tmp_path)
-    assert (tmp_path / "a.svg").read_bytes() == first
-    assert read_table(tmp_path, "a") == table
-    assert read_table(tmp_path, "b") is None
-    (tmp_path / "a.json").write_text("{}", encoding="utf8")
-    with pytest.raises(RunError, match="format None"):
-        read_table(tmp_path, "a")
-    assert [path.name for path in tmp_path.glob("*new*")] == []
-
-
-def test_cells() -> None:
-    assert points(-0.012) == Cell("-1.20", pytest.approx(-1.2))
-    assert number(float("nan"), ".2f").text == "-"
-    with pytest.raises(ValueError, match="2 cells under 1"):
-        Table(name="a", title="a", columns=("one",), rows=(row("a", "b"),))
 
 
 def call(*arguments: str) -> Result:

@@ -25,7 +25,6 @@ from knn_moe.cli.common import (
     print_table,
     show_progress,
 )
-from knn_moe.support.progress import Progress
 
 if TYPE_CHECKING:
     from knn_moe.reproduce.plan import Plan
@@ -105,11 +104,11 @@ def command(
 
 
 def _reproduce(tables: tuple[str, ...], output: Path, options: dict[str, Any]) -> list[Table]:
-    from knn_moe.reproduce.reproduce import chosen_tables, reproduce
+    from knn_moe.reproduce.reproduce import choose_tables, reproduce
     from knn_moe.reproduce.study import Study
     from knn_moe.routers.find import find_routers
 
-    names, plan = chosen_tables(tables), _make_plan(options)
+    names, plan = choose_tables(tables), _make_plan(options)
     device = pick_device(options["device"])
     if device.type != "cpu" and options["jobs"] > 1:
         raise click.UsageError(f"--jobs works only on a CPU, and this command runs on {device}.")
@@ -118,15 +117,7 @@ def _reproduce(tables: tuple[str, ...], output: Path, options: dict[str, Any]) -
     load = Loader(options["device"], evaluation_dtype(options["device"], options["dtype"]))
     made = []
     with show_progress("Reproducing") as report:
-        study = Study(
-            plan,
-            output,
-            load,
-            lambda *step: report(Progress(*step)),
-            device,
-            load.dtype,
-            options["jobs"],
-        )
+        study = Study(plan, output, load, report, device, load.dtype, options["jobs"])
         for table in reproduce(study, names):
             made.append(table)
             log.print(f"{table.title}: {output / table.name}.md")
@@ -161,7 +152,7 @@ def _make_plan(options: Any) -> Plan:
 def _show_list(as_json: bool) -> None:
     from knn_moe.reproduce.reproduce import TABLES
 
-    rows = [(name, entry.title, entry.where) for name, entry in TABLES.items()]
+    rows = [(name, spec.title, spec.number) for name, spec in TABLES.items()]
     if as_json:
         print_json([{"name": name, "title": title, "paper": where} for name, title, where in rows])
         return

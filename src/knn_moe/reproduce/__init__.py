@@ -1,1 +1,1 @@
-"""Every table of the paper, run again on models and data that are at hand."""
+"""Reproduce every table of the paper on models and data that are at hand."""

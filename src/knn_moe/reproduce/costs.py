@@ -1,11 +1,11 @@
-"""Tables of what the methods cost: time to prepare, time to answer, memory held (§6.5)."""
+"""Tables of what the methods cost: time to prepare, time to answer, memory (§6.5)."""
 
 from __future__ import annotations
 
 import gc
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -24,20 +24,29 @@ from knn_moe.methods import METHODS
 from knn_moe.methods.knn_moe import routing_memory
 from knn_moe.reproduce.results import by_benchmark
 from knn_moe.reproduce.study import Study
-from knn_moe.reproduce.table import Cell, Chart, Series, Table, nothing, number, row, values
+from knn_moe.reproduce.table import (
+    Cell,
+    Chart,
+    Series,
+    Table,
+    make_row,
+    no_value,
+    number,
+    values_of,
+)
 from knn_moe.tasks.answers import make_answer
 
 INDEXES: Final = {"exact": "kNN-MoE", "ivfpq": "kNN-MoE (IVFPQ)", "fast": "kNN-MoE (fast)"}
-FAISS: Final = ("ivfpq",)  # whose memory torch does not see
+FAISS: Final = ("ivfpq",)  # indexes whose memory torch does not count
 TIMED: Final = 8  # questions or windows
 ROUNDS: Final = 3
 
 
 def construction_time(study: Study) -> Table:
-    """Table 7: seconds to prepare each method on the same reference set."""
+    """Make Table 7: seconds to prepare each method on the same reference set."""
     columns = {
         title: seconds
-        for title, (name, seconds) in _columns(study).items()
+        for title, (name, seconds) in _time_columns(study).items()
         if METHODS[name].installed
     }
 
@@ -49,9 +58,9 @@ def construction_time(study: Study) -> Table:
         name="construction-time",
         title="Construction time",
         notes=(
-            "Seconds to prepare on the reference set. One training: three epochs at one learning "
-            "rate; a search has three rates or more. IVFPQ: its index, beyond the memory. The "
-            "first 5-shot and C3PO also load their embedding model.",
+            "Seconds to prepare on the reference set. One training is three epochs at one learning "
+            "rate; a search tries three rates or more. IVFPQ: its index, in addition to the "
+            "memory. The first 5-shot and C3PO runs also load their embedding model.",
         ),
     )
 
@@ -59,25 +68,25 @@ def construction_time(study: Study) -> Table:
 Seconds = Callable[[Study, str, str], Cell]
 
 
-def _columns(study: Study) -> dict[str, tuple[str, Seconds]]:
-    """What is shown, of which method, and where its seconds are."""
-    found: dict[str, tuple[str, Seconds]] = {}
-    found["5-shot"] = ("5-shot", partial(_prepared, "5-shot"))
+def _time_columns(study: Study) -> dict[str, tuple[str, Seconds]]:
+    """Return for each column its method and the function that finds its seconds."""
+    columns: dict[str, tuple[str, Seconds]] = {}
+    columns["5-shot"] = ("5-shot", partial(_preparation, "5-shot"))
     for name in ("sft", "sft-router"):
         title = METHODS[name].title
-        found[f"{title}, one training"] = (name, partial(_one_training, name))
-        found[f"{title}, search"] = (name, partial(_prepared, name))
-    for name in study.methods(("knn-paper", "knn")):
-        found[METHODS[name].title] = (name, partial(_prepared, name))
-    found[METHODS["knn-ivfpq"].title] = ("knn-ivfpq", _index_of_ivfpq)
+        columns[f"{title}, one training"] = (name, partial(_one_training, name))
+        columns[f"{title}, search"] = (name, partial(_preparation, name))
+    for name in study.choose_methods(("knn-paper", "knn")):
+        columns[METHODS[name].title] = (name, partial(_preparation, name))
+    columns[METHODS["knn-ivfpq"].title] = ("knn-ivfpq", _ivfpq_index)
     for name in ("knn-lm", "c3po"):
-        found[METHODS[name].title] = (name, partial(_prepared, name))
-    return found
+        columns[METHODS[name].title] = (name, partial(_preparation, name))
+    return columns
 
 
-def _prepared(method: str, study: Study, model: str, task: str) -> Cell:
-    if not study.defined(method, task):
-        return nothing()
+def _preparation(method: str, study: Study, model: str, task: str) -> Cell:
+    if not study.is_defined(method, task):
+        return no_value()
     return number(study.run(model, task, method).facts.get("preparation_seconds"), ".1f")
 
 
@@ -87,62 +96,95 @@ def _one_training(method: str, study: Study, model: str, task: str) -> Cell:
     return number(facts["preparation_seconds"] / rates, ".1f")
 
 
-def _index_of_ivfpq(study: Study, model: str, task: str) -> Cell:
+def _ivfpq_index(study: Study, model: str, task: str) -> Cell:
     return number(study.run(model, task, "knn-ivfpq").facts.get("attach_seconds"), ".1f")
 
 
 def inference_speed(study: Study) -> Table:
-    """Table 8: seconds an example, by the size of the reference set and by index."""
-    rows, charts = [], []
-    shares = (0.0, *study.plan.sizes)
-    for model in study.plan.models:
-        for task in study.plan.swept:
-            found = study.measured(model, task, "speed", partial(_speeds, study, model, task))
-            cells = {
-                (share, kind): number(found.get(f"{kind}-{share:g}"), ".4f")
-                for share in shares
-                for kind in INDEXES
-            }
-            for share in shares:
-                shown = (cells[share, kind] for kind in INDEXES)
-                rows.append(row(model, study.title(task), f"{share:.0%}", *shown))
-            charts.append(
-                Chart(
-                    "lines",
-                    tuple(f"{share:.0%}" for share in shares),
-                    tuple(
-                        Series(title, values([cells[share, kind] for share in shares]))
-                        for kind, title in INDEXES.items()
-                    ),
-                    "seconds an example",
-                    f"{model}, {study.title(task)}",
-                )
-            )
-    return Table(
+    """Make Table 8: seconds per example, by the size of the reference set and by index."""
+
+    def measure(model: str, task: str) -> Mapping[str, float]:
+        found: Mapping[str, float] = study.measure(
+            model, task, "speed", partial(_speeds, study, model, task)
+        )
+        return found
+
+    return replace(
+        _by_size(study, study.plan.swept, measure, ".4f", "seconds per example"),
         name="inference-speed",
         title="Inference speed by reference set size",
+        notes=(
+            f"Seconds per example, for at most {TIMED} of them, in batches; the median of {ROUNDS} "
+            f"rounds after one that does not count. 0 % is zero-shot, timed alongside.",
+        ),
+    )
+
+
+def memory_use(study: Study) -> Table:
+    """Make Table 9: memory in use while answering, by the size of the reference set."""
+    tasks = study.plan.swept[-1:]
+
+    def measure(model: str, task: str) -> Mapping[str, float]:
+        found = study.measure(model, task, "held", partial(_bytes_held, study, model, task))
+        return {name: count / 1e6 for name, count in found.items()}
+
+    return replace(
+        _by_size(study, tasks, measure, ",.1f", "MB"),
+        name="memory-use",
+        title="Memory by reference set size",
+        notes=(
+            "MB of the model's weights and of the attached memory. On a GPU this is what torch "
+            "allocates; a FAISS index counts by what it stores, wherever it lies.",
+        ),
+    )
+
+
+def _by_size(
+    study: Study,
+    tasks: Sequence[str],
+    measure: Callable[[str, str], Mapping[str, float]],
+    form: str,
+    axis: str,
+) -> Table:
+    """Return a table with a row for each size and a column for each index, without its name."""
+    rows, charts = [], []
+    shares = (0.0, *study.plan.sizes)
+    labels = tuple(f"{share:.0%}" for share in shares)
+    for model in study.plan.models:
+        for task in tasks:
+            found, title = measure(model, task), study.title(task)
+            columns = {
+                kind: [number(found.get(f"{kind}-{share:g}"), form) for share in shares]
+                for kind in INDEXES
+            }
+            rows += [
+                make_row(model, title, label, *cells)
+                for label, *cells in zip(labels, *columns.values(), strict=True)
+            ]
+            series = tuple(Series(INDEXES[kind], values_of(x)) for kind, x in columns.items())
+            charts.append(Chart("lines", labels, series, axis, f"{model}, {title}"))
+    return Table(
+        name="",
+        title="",
         columns=("model", "benchmark", "reference", *INDEXES.values()),
         rows=tuple(rows),
-        notes=(
-            f"Seconds an example, of {TIMED} at the most, in batches; the median of {ROUNDS} "
-            f"rounds after one that does not count. 0 % is zero-shot, timed beside them.",
-        ),
         charts=tuple(charts),
-        facts=study.facts(study.plan.swept),
+        facts=study.facts(tasks),
     )
 
 
 def _speeds(study: Study, model: str, task: str) -> dict[str, float]:
-    """Seconds an example by index and share; nothing else is measured meanwhile."""
+    """Measure seconds per example by index and share."""
     network, _ = study.model(model)
     found = {}
-    for share, kind, memory in _attached(study, model, task):
-        found[f"{kind}-{share:g}"] = _seconds(study, model, task, _on(network, memory, kind))
-    alone = _seconds(study, model, task, nullcontext())
+    for share, kind, memory in _memories(study, model, task):
+        routing = _attach(network, memory, kind)
+        found[f"{kind}-{share:g}"] = _seconds_per_example(study, model, task, routing)
+    alone = _seconds_per_example(study, model, task, nullcontext())
     return {**{f"{kind}-0": alone for kind in INDEXES}, **found}
 
 
-def _attached(study: Study, model: str, task: str) -> Iterator[tuple[float, str, RoutingMemory]]:
+def _memories(study: Study, model: str, task: str) -> Iterator[tuple[float, str, RoutingMemory]]:
     for share in study.plan.sizes:
         memory = routing_memory(study.context(model, task, share))
         for kind in INDEXES:
@@ -150,82 +192,44 @@ def _attached(study: Study, model: str, task: str) -> Iterator[tuple[float, str,
                 yield share, kind, memory
 
 
-def _on(network: Any, memory: RoutingMemory, kind: str) -> AbstractContextManager[Any]:
+def _attach(network: Any, memory: RoutingMemory, kind: str) -> AbstractContextManager[Any]:
     config = replace(memory.routing, index=IndexConfig(kind=kind), stats=False)
     return attach(network, memory, config)
 
 
-def _seconds(study: Study, model: str, task: str, on: AbstractContextManager[Any]) -> float:
+def _seconds_per_example(
+    study: Study, model: str, task: str, routing: AbstractContextManager[Any]
+) -> float:
     network, tokenizer = study.model(model)
-    data, config = study.data(task), replace(study.config(task), limit=TIMED)
+    data, config = study.data(task), replace(study.eval_config(task), limit=TIMED)
     asked = prepare_questions(tokenizer, data, config)
     answer, spent = make_answer(network, tokenizer, data.task, asked.scoring), []
-    with on:
+    with routing:
         for _ in range(ROUNDS + 1):
             started = time.perf_counter()
-            for number_of, batch in enumerate(asked.batches):
-                answer(batch, number_of)
+            for batch_number, batch in enumerate(asked.batches):
+                answer(batch, batch_number)
             spent.append(time.perf_counter() - started)
     return median(spent[1:]) / len(asked.questions)
 
 
-def memory_use(study: Study) -> Table:
-    """Table 9: what lies in memory while answering, by the size of the reference set."""
-    rows, charts = [], []
-    shares = (0.0, *study.plan.sizes)
-    tasks = study.plan.swept[-1:]
-    for model in study.plan.models:
-        for task in tasks:
-            held = study.measured(model, task, "held", partial(_held, study, model, task))
-            cells = {
-                (share, kind): number(_mega(held.get(f"{kind}-{share:g}")), ",.1f")
-                for share in shares
-                for kind in INDEXES
-            }
-            for share in shares:
-                rows.append(row(model, f"{share:.0%}", *(cells[share, kind] for kind in INDEXES)))
-            series = tuple(
-                Series(title, values([cells[share, kind] for share in shares]))
-                for kind, title in INDEXES.items()
-            )
-            heads = tuple(f"{share:.0%}" for share in shares)
-            charts.append(Chart("lines", heads, series, "MB", model))
-    return Table(
-        name="memory-use",
-        title="Memory by reference set size",
-        columns=("model", "reference", *INDEXES.values()),
-        rows=tuple(rows),
-        notes=(
-            f"MB of the model's weights and of the attached memory, of "
-            f"{', '.join(study.title(task) for task in tasks)}. On a GPU what torch allocates "
-            f"there; an index of FAISS by what it stores, wherever it lies.",
-        ),
-        charts=tuple(charts),
-        facts=study.facts(tasks),
-    )
-
-
-def _mega(count: float | None) -> float | None:
-    return None if count is None else count / 1e6
-
-
-def _held(study: Study, model: str, task: str) -> dict[str, int]:
-    """Bytes of the model and of what is attached to it, by index and share."""
+def _bytes_held(study: Study, model: str, task: str) -> dict[str, int]:
+    """Measure the bytes of the model and of the attached memory, by index and share."""
     network, _ = study.model(model)
     weights = sum(parameter.nbytes for parameter in network.parameters())
     found = {f"{kind}-0": weights for kind in INDEXES}
-    for share, kind, memory in _attached(study, model, task):
+    for share, kind, memory in _memories(study, model, task):
         if study.device.type != "cuda" or kind in FAISS:
-            found[f"{kind}-{share:g}"] = weights + _stored(memory, kind)
+            found[f"{kind}-{share:g}"] = weights + _bytes_stored(memory, kind)
             continue
         before = _allocated(study.device)
-        with _on(network, memory, kind):
+        with _attach(network, memory, kind):
             found[f"{kind}-{share:g}"] = weights + _allocated(study.device) - before
     return found
 
 
-def _stored(memory: RoutingMemory, kind: str) -> int:
-    """Bytes of what an index keeps, which is what lies in memory once it is attached."""
+def _bytes_stored(memory: RoutingMemory, kind: str) -> int:
+    """Return the bytes that an index stores, which it also holds in memory once attached."""
     if kind == "exact":
         return memory.nbytes
     with tempfile.TemporaryDirectory() as folder:

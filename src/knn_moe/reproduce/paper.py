@@ -1,4 +1,4 @@
-"""The paper's own numbers, as it prints them, to stand beside what is measured here.
+"""The numbers that the paper prints, to be shown beside those measured here.
 
 Its models are OLMoE-1B-7B-0125-Instruct, GPT-OSS-20B and Qwen3-30B-A3B-Instruct-2507.
 """
@@ -7,20 +7,20 @@ from __future__ import annotations
 
 from typing import Final
 
-from knn_moe.reproduce.table import Printed
+from knn_moe.reproduce.table import PrintedTable
 
 _MODELS: Final = ("OLMoE", "GPT-OSS", "Qwen3")
 _TASKS: Final = ("GPQA", "MMLU", "SuperGPQA", "USMLE", "MedMCQA", "MBPP", "Avg.")
 
 
-def _printed(caption: str, columns: tuple[str, ...], *lines: str) -> Printed:
-    """A line for each row, its cells apart by two spaces or more."""
+def _table(caption: str, columns: tuple[str, ...], *lines: str) -> PrintedTable:
+    """Read a table: one line for each row, with two spaces or more between cells."""
     rows = (tuple(part.strip() for part in line.split("  ") if part.strip()) for line in lines)
-    return Printed(caption, columns, tuple(rows))
+    return PrintedTable(caption, columns, tuple(rows))
 
 
 PAPER: Final = {
-    "main": _printed(
+    "main": _table(
         "Accuracy (%); † better than zero-shot, p < 0.05.",
         ("model", "method", *_TASKS),
         "OLMoE  Zero-shot  27.27  46.77  13.02  32.81  35.57  30.00  26.82",
@@ -42,7 +42,7 @@ PAPER: Final = {
         "Qwen3  kNN-MoE  44.95  78.86†  35.15  76.70†  66.65†  61.83  53.66†",
         "Qwen3  kNN-MoE (IVFPQ)  43.43  78.79  35.13  76.14  66.70†  61.83  53.61†",
     ),
-    "perplexity": _printed(
+    "perplexity": _table(
         "Points of accuracy over zero-shot, by the third of the test set's perplexity; OLMoE.",
         ("benchmark", "high", "mid", "low"),
         "GPQA  +6.15  +2.99  -1.52",
@@ -51,13 +51,13 @@ PAPER: Final = {
         "USMLE  +6.32  +1.41  -1.13",
         "MedMCQA  +6.04  +1.13  +0.56",
     ),
-    "selective": _printed(
+    "selective": _table(
         "Accuracy (%); OLMoE.",
         ("method", "GPQA", "MMLU", "USMLE"),
         "kNN-MoE  29.80  47.81  35.04",
         "kNN-MoE (Selective)  30.30  47.85  35.41",
     ),
-    "reference-size": _printed(
+    "reference-size": _table(
         "Accuracy (%) on MedMCQA by the number of reference questions.",
         ("reference", *_MODELS),
         "0  35.57  56.20  62.51",
@@ -65,7 +65,7 @@ PAPER: Final = {
         "500  36.87  56.92  66.68",
         "1,000  37.01  57.06  66.65",
     ),
-    "neighbours": _printed(
+    "neighbours": _table(
         "Accuracy (%) on MedMCQA by K.",
         ("K", *_MODELS),
         "1  37.01  57.06  66.65",
@@ -73,19 +73,19 @@ PAPER: Final = {
         "5  36.02  56.74  65.98",
         "10  36.34  56.11  65.19",
     ),
-    "steps": _printed(
+    "steps": _table(
         "Accuracy (%) on MedMCQA by S.",
         ("S", *_MODELS),
         "1  37.01  57.06  66.65",
         "3  37.05  57.12  66.58",
         "10  36.98  57.01  66.71",
     ),
-    "construction-time": _printed(
+    "construction-time": _table(
         "Hours to prepare on 1,000 examples; OLMoE, one A100 (IVFPQ: 0.21 more).",
         ("reference", "SFT", "SFT (Router Only)", "kNN-MoE"),
         "1,000  1.34  1.33  0.46",
     ),
-    "inference-speed": _printed(
+    "inference-speed": _table(
         "Seconds an example, by the number of reference examples; one A100.",
         ("reference", "kNN-MoE", "kNN-MoE (IVFPQ)"),
         "0  5.99  5.99",
@@ -93,7 +93,7 @@ PAPER: Final = {
         "500  6.41  6.16",
         "1,000  6.83  6.21",
     ),
-    "memory-use": _printed(
+    "memory-use": _table(
         "VRAM (GB) while answering, by the number of reference examples; one A100.",
         ("reference", "kNN-MoE", "kNN-MoE (IVFPQ)"),
         "0  16.02  16.02",
@@ -101,33 +101,33 @@ PAPER: Final = {
         "500  22.47  16.94",
         "1,000  28.81  17.53",
     ),
-    "c3po": _printed(
+    "c3po": _table(
         "Accuracy (%); OLMoE. Which variant of C3PO is not said.",
         ("method", "GPQA", "MMLU", "USMLE"),
         "Zero-shot  27.27  46.77  32.81",
         "C3PO  24.24  48.04  32.93",
         "kNN-MoE  29.80  47.81  35.04",
     ),
-    "load-balancing": _printed(
+    "load-balancing": _table(
         "Mean load-balancing loss on GPQA; OLMoE, whose top 8 of 64 make 8 the least.",
         ("Zero-shot", "SFT", "SFT (Router Only)", "kNN-MoE"),
         "8.27  8.29  8.28  8.29",
     ),
-    "similarity": _printed(
+    "similarity": _table(
         "Accuracy (%) on MedMCQA by similarity.",
         ("similarity", *_MODELS),
         "RBF  37.01  57.06  66.65",
         "RBF + L2 Norm  36.52  56.19  66.68",
         "Cosine  36.69  56.01  66.65",
     ),
-    "top1-share": _printed(
+    "top1-share": _table(
         "Mean share of the nearest of K = 5 cases in their similarity.",
         ("benchmark", *_MODELS),
         "GPQA  0.91  0.82  0.94",
         "MMLU  0.78  0.76  0.83",
         "MedMCQA  0.88  0.85  0.93",
     ),
-    "seeds": _printed(
+    "seeds": _table(
         "Accuracy (%), mean ± standard deviation over seeds; OLMoE.",
         ("benchmark", "SFT", "SFT (Router Only)"),
         "GPQA  22.56±1.89  23.39±1.89",

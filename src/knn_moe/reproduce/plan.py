@@ -1,4 +1,4 @@
-"""What is asked of whom: the settings all tables of a study share."""
+"""The configuration that all tables of a study share: models, tasks and sizes."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from typing import Any, Final
 from knn_moe.errors import ConfigError
 from knn_moe.support.embedded_models import EMBEDDED_MODELS
 
-_USUAL: Any = None
-_SWEPT: Final = ("medmcqa", "text_medical")
+_DEFAULT: Any = None
+_USUALLY_SWEPT: Final = ("medmcqa", "text_medical")
 PAPER_TASKS: Final = ("gpqa", "mmlu", "supergpqa", "usmle", "medmcqa", "mbpp")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The defaults are for small models on a CPU; the paper's own is `Plan.of_the_paper`."""
+    """What is evaluated. The defaults are for small models on a CPU."""
 
     models: tuple[str, ...] = EMBEDDED_MODELS
     tasks: tuple[str, ...] = ("mmlu", "medmcqa", "text_medical")
-    # Tasks in which one setting is varied, and of fine-tuning from several seeds. Left out: two
-    # of them, or all if neither is there.
-    swept: tuple[str, ...] = _USUAL
-    seeded: tuple[str, ...] = _USUAL
-    generate: bool = False  # answers in words, as in the paper; else by likelihood
-    data: str | None = None
+    # The tasks of the sweeps, and those on which fine-tuning is repeated with other seeds.
+    # Default: two of them, or all tasks if neither is among them.
+    swept: tuple[str, ...] = _DEFAULT
+    seeded: tuple[str, ...] = _DEFAULT
+    generate: bool = False  # score generated answers, as the paper does; else likelihoods
+    data: str | None = None  # as for `knn-moe eval --data`
     limit: int | None = 64  # questions of a task, or windows of text
     reference: int | None = 40  # rows of its reference set
-    sizes: tuple[float, ...] = (0.25, 0.5, 1.0)  # of the reference set, where that is varied
-    steps_share: float = 0.25  # of it, where the steps are: each number of them is a memory
+    sizes: tuple[float, ...] = (0.25, 0.5, 1.0)  # shares of the reference set in the size sweep
+    steps_share: float = 0.25  # the share of it in the sweep of steps, which builds many memories
     preset: str = "strong"  # of kNN-MoE
-    presets: tuple[str, ...] = ("paper", "strong")  # in which one setting is varied
+    presets: tuple[str, ...] = ("paper", "strong")  # of the sweeps
     seed: int = 0
     batch_size: int = 16
 
@@ -39,16 +39,19 @@ class Plan:
             if not getattr(self, name):
                 raise ConfigError(f"A study needs at least one of its {name}.")
         if not all(0 < size <= 1 for size in (*self.sizes, self.steps_share)):
-            raise ConfigError(f"sizes are shares of the reference set, got {self.sizes}.")
-        usual = tuple(task for task in _SWEPT if task in self.tasks) or self.tasks
+            raise ConfigError(
+                f"sizes and steps_share are shares of the reference set, above 0 and up to 1; got "
+                f"{self.sizes} and {self.steps_share}."
+            )
+        usual = tuple(task for task in _USUALLY_SWEPT if task in self.tasks) or self.tasks
         for name in ("swept", "seeded"):
             given = getattr(self, name)
-            kept = usual if given is _USUAL else tuple(task for task in given if task in self.tasks)
+            kept = usual if given is _DEFAULT else tuple(x for x in given if x in self.tasks)
             object.__setattr__(self, name, kept)
 
     @staticmethod
     def of_the_paper(models: tuple[str, ...], data: str | None, **changes: Any) -> Plan:
-        """Its six tasks, whole, answered in words, by its own setting."""
+        """Return the paper's own plan: its six tasks, whole, with generated answers."""
         plan = Plan(
             models=models,
             data=data,
@@ -64,7 +67,7 @@ class Plan:
         )
         return replace(plan, **changes)
 
-    def of(self, model: str, task: str) -> Plan:
-        """The part of one model and task."""
+    def restrict(self, model: str, task: str) -> Plan:
+        """Return the part of the plan that needs this model and task only."""
         seeded = self.seeded if model == self.models[0] else ()
         return replace(self, models=(model,), tasks=(task,), swept=self.swept, seeded=seeded)

@@ -1,6 +1,6 @@
-"""Which tables there are, and how one or all of them are made.
+"""The tables of the paper, and how they are made again.
 
-A table that is on disk already is read, not made again; its runs are shared with other tables.
+A table that is on disk already is read, not made again. Tables share their runs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from itertools import product
 from multiprocessing import get_context, parent_process
 from threading import Thread
@@ -18,64 +17,71 @@ from typing import Final
 
 import torch
 
-from knn_moe.errors import ConfigError, KnnMoeError
+from knn_moe.errors import KnnMoeError
 from knn_moe.reproduce import costs, results, sweeps
 from knn_moe.reproduce.paper import PAPER
 from knn_moe.reproduce.study import Study
 from knn_moe.reproduce.table import Table
-from knn_moe.reproduce.write import read_table, write_page, write_table
+from knn_moe.reproduce.write import read_table, write_all_tables, write_table
+from knn_moe.support.progress import Progress, ignore_progress
+from knn_moe.support.registry import Registry
 
 ALL: Final = "all"
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A table of the paper: what it is called there, and who makes it here."""
+class TableSpec:
+    """A table of the paper: its title, its number there, and the function that makes it here."""
 
     title: str
-    where: str
+    number: str
     make: Callable[[Study], Table]
 
 
-TABLES: Final = {
-    "main": Entry("Main results", "Table 1", results.main),
-    "perplexity": Entry("Gains by perplexity", "Table 2", results.perplexity),
-    "selective": Entry("Selective", "Table 3", results.selective),
-    "reference-size": Entry("Reference set size", "Table 4", sweeps.reference_size),
-    "neighbours": Entry("Number of neighbours K", "Table 5", sweeps.neighbours),
-    "steps": Entry("Gradient descent steps S", "Table 6", sweeps.steps),
-    "construction-time": Entry("Construction time", "Table 7", costs.construction_time),
-    "inference-speed": Entry("Inference speed", "Table 8", costs.inference_speed),
-    "memory-use": Entry("VRAM", "Table 9", costs.memory_use),
-    "c3po": Entry("Comparison with C3PO", "Table 10", results.c3po),
-    "load-balancing": Entry("Load balancing", "Table 11", results.load_balancing),
-    "similarity": Entry("Similarity functions", "Table 12", sweeps.similarity),
-    "top1-share": Entry("Share of the nearest", "Table 13", sweeps.top1_share),
-    "seeds": Entry("Random seeds", "Table 14", sweeps.seeds),
-}
+TABLES: Final = Registry(
+    "table",
+    {
+        "main": TableSpec("Main results", "Table 1", results.main),
+        "perplexity": TableSpec("Gains by perplexity", "Table 2", results.perplexity),
+        "selective": TableSpec("Selective", "Table 3", results.selective),
+        "reference-size": TableSpec("Reference set size", "Table 4", sweeps.reference_size),
+        "neighbours": TableSpec("Number of neighbours K", "Table 5", sweeps.neighbours),
+        "steps": TableSpec("Gradient descent steps S", "Table 6", sweeps.steps),
+        "construction-time": TableSpec("Construction time", "Table 7", costs.construction_time),
+        "inference-speed": TableSpec("Inference speed", "Table 8", costs.inference_speed),
+        "memory-use": TableSpec("VRAM", "Table 9", costs.memory_use),
+        "c3po": TableSpec("Comparison with C3PO", "Table 10", results.c3po),
+        "load-balancing": TableSpec("Load balancing", "Table 11", results.load_balancing),
+        "similarity": TableSpec("Similarity functions", "Table 12", sweeps.similarity),
+        "top1-share": TableSpec("Share of the nearest", "Table 13", sweeps.top1_share),
+        "seeds": TableSpec("Random seeds", "Table 14", sweeps.seeds),
+    },
+)
 
 
-def chosen_tables(names: Sequence[str]) -> list[str]:
-    """The names, checked; `all` for every one, in the paper's order."""
+def choose_tables(names: Sequence[str]) -> list[str]:
+    """Return the names, each once; every table in the paper's order if `all` is among them.
+
+    Raises:
+        ConfigError: There is no table of that name.
+    """
     if ALL in names:
         return list(TABLES)
     for name in names:
-        if name not in TABLES:
-            meant = get_close_matches(name, TABLES, n=1)
-            hint = f" Did you mean {meant[0]!r}?" if meant else ""
-            raise ConfigError(
-                f"Unknown table {name!r}.{hint} Available: {', '.join((*TABLES, ALL))}."
-            )
+        TABLES.find(name, f" Or {ALL} of them.")
     return list(dict.fromkeys(names))
 
 
 def reproduce(study: Study, names: Sequence[str]) -> Iterator[Table]:
-    """Tables as they are done, each written to the study's folder.
+    """Make tables, write each to the study's folder and yield it.
 
-    First all runs of one model, task by task, then of the next: a model is loaded once. What fails
-    does not keep the other tables from being made; the first failure is raised at the end.
+    All runs of one model come before those of the next, so that each model is loaded once. A table
+    that fails does not keep the others from being made: the first failure is raised at the end.
+
+    Raises:
+        KnnMoeError: A name, a task or the folder does not fit the study, or a table failed.
     """
-    names = chosen_tables(names)
+    names = choose_tables(names)
     study.check()
     missing = [name for name in names if read_table(study.folder, name) is None]
     if missing:
@@ -83,65 +89,66 @@ def reproduce(study: Study, names: Sequence[str]) -> Iterator[Table]:
     failures = []
     for name in names:
         try:
-            yield _table(study, name)
+            yield _make_table(study, name)
         except KnnMoeError as error:
             failures.append(error)
     tables = (read_table(study.folder, name) for name in TABLES)
-    whole = [table for table in tables if table is not None]
-    if whole:
-        write_page(whole, study.folder)
+    finished = [table for table in tables if table is not None]
+    if finished:
+        write_all_tables(finished, study.folder)
     if failures:
         raise failures[0]
 
 
 def _make_runs(study: Study, names: Sequence[str]) -> None:
-    """Everything the tables are made of; in several processes, a model and task for each, where
-    the study has jobs. What fails here fails again, and is told, when its table is made."""
-    units = list(product(study.plan.models, study.plan.tasks))
+    """Make every run the tables need, in as many processes as the study has jobs.
+
+    A run that fails here fails again, and is reported, when its table is made.
+    """
+    pairs = list(product(study.plan.models, study.plan.tasks))
     if study.jobs == 1:
-        for unit in units:
-            _make_unit(study, unit, names)
+        for model, task in pairs:
+            _make_runs_of(study, model, task, names)
         return
-    # The longest first: no process is left alone with it at the end.
-    units.sort(key=lambda unit: study.length(unit[1]), reverse=True)
+    # The longest first: otherwise one process may work on it alone at the end.
+    pairs.sort(key=lambda pair: study.reference_length(pair[1]), reverse=True)
     threads = max(1, torch.get_num_threads() // study.jobs)
     with ProcessPoolExecutor(study.jobs, get_context("spawn"), _begin, (threads,)) as pool:
-        bare = replace(study, on_step=_silent, _loaded={}, _data={}, _contexts={})
-        waiting = [pool.submit(_make_unit, bare, unit, names) for unit in units]
+        bare = replace(study, on_progress=ignore_progress, _loaded={}, _data={}, _contexts={})
+        waiting = [pool.submit(_make_runs_of, bare, *pair, names) for pair in pairs]
         for count, done in enumerate(as_completed(waiting), start=1):
             done.result()
-            study.on_step("models and tasks", count, len(units))
+            study.on_progress(Progress("models and tasks", count, len(pairs)))
 
 
 def _begin(threads: int) -> None:
-    """In each process: its share of the threads, and an end when the study's own process ends."""
+    """Set up a process: its share of the threads, and an end when the study's process ends."""
     torch.set_num_threads(threads)
     Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
-    """A killed study's processes would go on, and write into a folder that may be another's."""
+    """End this process with its parent.
+
+    The processes of a killed study would otherwise write on, into a folder that may be another
+    study's by then.
+    """
     parent = parent_process()
     if parent is not None:
         parent.join()
         os._exit(1)
 
 
-def _make_unit(study: Study, unit: tuple[str, str], names: Sequence[str]) -> None:
-    part = study.of(*unit)
+def _make_runs_of(study: Study, model: str, task: str, names: Sequence[str]) -> None:
+    part = study.restrict(model, task)
     for name in names:
         with suppress(KnnMoeError):
             TABLES[name].make(part)
 
 
-def _silent(what: str, done: int, total: int) -> None:
-    pass
-
-
-def _table(study: Study, name: str) -> Table:
-    known = read_table(study.folder, name)
-    if known is not None:
-        return known
-    table = replace(TABLES[name].make(study), paper=PAPER[name])
-    write_table(table, study.folder)
+def _make_table(study: Study, name: str) -> Table:
+    table = read_table(study.folder, name)
+    if table is None:
+        table = replace(TABLES[name].make(study), paper=PAPER[name])
+        write_table(table, study.folder)
     return table

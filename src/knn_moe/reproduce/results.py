@@ -7,7 +7,6 @@ from dataclasses import asdict, replace
 from typing import Final
 
 from knn_moe.evaluation.compare import AVERAGE, TERCILES, Line, compare_runs
-from knn_moe.evaluation.store import Run
 from knn_moe.methods import METHODS
 from knn_moe.reproduce.study import Study
 from knn_moe.reproduce.table import (
@@ -15,12 +14,12 @@ from knn_moe.reproduce.table import (
     Chart,
     Series,
     Table,
-    nothing,
+    make_row,
+    no_value,
     number,
     percent,
     points,
-    row,
-    values,
+    values_of,
 )
 from knn_moe.support.statistics import Comparison
 
@@ -50,28 +49,26 @@ MARKS: Final = (
     f"or windows, not adjusted for the number of tests."
 )
 
-Lines = Mapping[tuple[str, str], Line]  # (task, method) → how it did
+Lines = Mapping[tuple[str, str], Line]  # by (task, method)
 
 
-def runs_of(study: Study, model: str, methods: Sequence[str], tasks: Sequence[str]) -> list[Run]:
-    """Each method on each task that it is defined for."""
-    return [
+def compare_methods(
+    study: Study, model: str, methods: Sequence[str], tasks: Sequence[str]
+) -> Lines:
+    """Run each method on each task it is defined for, and compare all with zero-shot."""
+    runs = [
         study.run(model, task, method)
         for task in tasks
         for method in methods
-        if study.defined(method, task)
+        if study.is_defined(method, task)
     ]
-
-
-def lines_of(study: Study, model: str, methods: Sequence[str], tasks: Sequence[str]) -> Lines:
-    runs = runs_of(study, model, methods, tasks)
-    asked = {study.data(task).task.name: task for task in tasks}  # a task may be asked by its file
+    given = {study.data(task).task.name: task for task in tasks}  # a task may be given as a file
     lines = compare_runs(runs, BASE) if runs else []
-    return {(asked.get(line.task, line.task), line.method): line for line in lines}
+    return {(given.get(line.task, line.task), line.method): line for line in lines}
 
 
 def mark(line: Line, *, lower_is_better: bool = False) -> str:
-    """Of a change that is no accident."""
+    """Return the mark of a significant change, or nothing."""
     change = line.nll_change if lower_is_better else line.change
     if change is None or not change.significant or change.difference == 0:
         return ""
@@ -79,28 +76,28 @@ def mark(line: Line, *, lower_is_better: bool = False) -> str:
 
 
 def main(study: Study) -> Table:
-    """Table 1: every method on every benchmark."""
-    tasks, methods = study.plan.tasks, study.methods(MAIN)
-    asked = [task for task in tasks if not study.is_text(task)]
+    """Make Table 1: every method on every benchmark."""
+    tasks, methods = study.plan.tasks, study.choose_methods(MAIN)
+    questions = [task for task in tasks if not study.is_text(task)]
     texts = [task for task in tasks if study.is_text(task)]
-    heads = [study.title(task) for task in asked]
-    heads += [AVERAGE] if len(asked) > 1 else []
+    heads = [study.title(task) for task in questions]
+    heads += [AVERAGE] if len(questions) > 1 else []
     heads += [head for task in texts for head in (study.title(task), f"{study.title(task)}{_NATS}")]
     rows, charts = [], []
     for model in study.plan.models:
-        lines = lines_of(study, model, methods, tasks)
+        lines = compare_methods(study, model, methods, tasks)
         named = {}
         for method in methods:
-            cells = [_accuracy(lines, task, method) for task in asked]
-            cells += [_accuracy(lines, AVERAGE, method)] if len(asked) > 1 else []
+            cells = [_accuracy(lines, task, method) for task in questions]
+            cells += [_accuracy(lines, AVERAGE, method)] if len(questions) > 1 else []
             for task in texts:
                 cells += [_accuracy(lines, task, method), nats(lines, task, method)]
             named[method] = cells
-            rows.append(row(model, METHODS[method].title, *cells))
-        charts.append(_bars(model, heads, named))
-    notes = [f"Accuracy in %, of the next token for text. {MARKS}"]
+            rows.append(make_row(model, METHODS[method].title, *cells))
+        charts.append(_draw_gains(model, heads, named))
+    notes = [f"Accuracy in %; for text, of the next token. {MARKS}"]
     if texts:
-        notes.append("nats: the change of the loss a token against zero-shot; less is better.")
+        notes.append("nats: the change of the loss per token against zero-shot; lower is better.")
     notes += left_out(study, methods)
     return Table(
         name="main",
@@ -114,67 +111,67 @@ def main(study: Study) -> Table:
 
 
 def left_out(study: Study, methods: Sequence[str]) -> list[str]:
-    """What could not be measured here, and why."""
+    """Say which methods could not be measured here, and why."""
     missing = [METHODS[name] for name in methods if not METHODS[name].installed]
-    return [f"{entry.title} was not measured: {entry.package} is missing." for entry in missing]
+    return [f"{spec.title} was not measured: {spec.package} is not installed." for spec in missing]
 
 
 def _accuracy(lines: Lines, task: str, method: str) -> Cell:
     line = lines.get((task, method))
-    return nothing() if line is None else accuracy_cell(line)
+    return no_value() if line is None else accuracy_cell(line)
 
 
 def accuracy_cell(line: Line) -> Cell:
-    return replace(percent(line.score.mean, mark(line)), change=_known(line.change))
+    return replace(percent(line.score.mean, mark(line)), change=_change_facts(line.change))
 
 
 def nats_cell(line: Line) -> Cell:
-    """The change of the loss a token; nothing where the losses cannot be compared."""
+    """Return the change of the loss per token, if the losses can be compared."""
     if line.nll_change is None:
-        return nothing()
+        return no_value()
     cell = number(line.nll_change.difference, "+.3f", mark(line, lower_is_better=True))
-    return replace(cell, change=_known(line.nll_change))
+    return replace(cell, change=_change_facts(line.nll_change))
 
 
-def _known(change: Comparison | None) -> Mapping[str, float] | None:
+def _change_facts(change: Comparison | None) -> Mapping[str, float] | None:
     return None if change is None else asdict(change)
 
 
 def nats(lines: Lines, task: str, method: str) -> Cell:
-    """The change of the loss a token; of the base itself, the loss."""
+    """Return the change of the loss per token; for zero-shot, the loss itself."""
     line = lines.get((task, method))
     if line is None:
-        return nothing()
+        return no_value()
     return number(line.nll, ".3f") if method == BASE else nats_cell(line)
 
 
-def _bars(model: str, heads: Sequence[str], named: Mapping[str, Sequence[Cell]]) -> Chart:
-    """Points over zero-shot, for what is an accuracy."""
+def _draw_gains(model: str, heads: Sequence[str], named: Mapping[str, Sequence[Cell]]) -> Chart:
+    """Chart the accuracies as percentage points over zero-shot."""
     shown = [place for place, head in enumerate(heads) if not head.endswith(_NATS)]
-    base = values(named[BASE])
+    base = values_of(named[BASE])
     series = []
     for method, cells in named.items():
         if method == BASE:
             continue
-        differences = (_minus(cells[place].value, base[place]) for place in shown)
+        differences = (_subtract(cells[place].value, base[place]) for place in shown)
         series.append(Series(METHODS[method].title, tuple(differences)))
     places = tuple(heads[place] for place in shown)
     return Chart("bars", places, tuple(series), "points over zero-shot", model)
 
 
-def _minus(value: float | None, other: float | None) -> float | None:
+def _subtract(value: float | None, other: float | None) -> float | None:
     return None if value is None or other is None else value - other
 
 
 def perplexity(study: Study) -> Table:
-    """Table 2: the gain by thirds of the base model's perplexity."""
+    """Make Table 2: the gain in each third of the base model's perplexity."""
     thirds = TERCILES[::-1]  # high first, as in the paper
 
     def cells(model: str, task: str) -> list[Cell]:
-        line = lines_of(study, model, (BASE, KNN), [task])[task, KNN]
+        line = compare_methods(study, model, (BASE, KNN), [task])[task, KNN]
         found = [(line.by_perplexity or {}).get(third) for third in thirds]
         return [
-            nothing() if part is None else points(part.difference, "*" if part.significant else "")
+            no_value() if part is None else points(part.difference, "*" if part.significant else "")
             for part in found
         ]
 
@@ -183,7 +180,9 @@ def perplexity(study: Study) -> Table:
         table,
         name="perplexity",
         title="Gains by perplexity",
-        notes=("Points of accuracy, kNN-MoE less zero-shot. * p < 0.05 within the third.",),
+        notes=(
+            "Percentage points of accuracy, kNN-MoE minus zero-shot. * p < 0.05 within the third.",
+        ),
     )
 
 
@@ -193,14 +192,14 @@ def by_benchmark(
     cells_of: Callable[[str, str], Sequence[Cell]],
     axis: str,
 ) -> Table:
-    """A row for each model and task, with a panel for each model; its name is still to be given."""
+    """Return a table with a row for each model and task, without its name."""
     rows, charts = [], []
     for model in study.plan.models:
         series = []
         for task in study.plan.tasks:
             cells = cells_of(model, task)
-            rows.append(row(model, study.title(task), *cells))
-            series.append(Series(study.title(task), values(cells)))
+            rows.append(make_row(model, study.title(task), *cells))
+            series.append(Series(study.title(task), values_of(cells)))
         charts.append(Chart("bars", tuple(heads), tuple(series), axis, model))
     return Table(
         name="",
@@ -213,12 +212,12 @@ def by_benchmark(
 
 
 def selective(study: Study) -> Table:
-    """Table 3: kNN-MoE everywhere, not for the easiest third, and behind a gate."""
+    """Make Table 3: kNN-MoE for all questions, without the easiest third, and with a gate."""
     return _by_method(study, "selective", "Selective", (BASE, KNN, "knn-selective", "knn-gated"))
 
 
 def c3po(study: Study) -> Table:
-    """Table 10: against C3PO."""
+    """Make Table 10: kNN-MoE against C3PO."""
     tasks = [task for task in study.plan.tasks if not study.is_text(task)]
     return _by_method(study, "c3po", "Comparison with C3PO", C3PO, tasks)
 
@@ -230,17 +229,17 @@ def _by_method(
     methods: Sequence[str],
     tasks: Sequence[str] | None = None,
 ) -> Table:
-    """Accuracy of some methods on tasks, model by model."""
+    """Return the accuracy of methods on tasks, model by model."""
     tasks = study.plan.tasks if tasks is None else tasks
-    methods = study.methods(methods)
+    methods = study.choose_methods(methods)
     rows, charts = [], []
     for model in study.plan.models:
-        lines = lines_of(study, model, methods, tasks)
+        lines = compare_methods(study, model, methods, tasks)
         series = []
         for method in methods:
             cells = [_accuracy(lines, task, method) for task in tasks]
-            rows.append(row(model, METHODS[method].title, *cells))
-            series.append(Series(METHODS[method].title, values(cells)))
+            rows.append(make_row(model, METHODS[method].title, *cells))
+            series.append(Series(METHODS[method].title, values_of(cells)))
         heads = tuple(study.title(task) for task in tasks)
         charts.append(Chart("bars", heads, tuple(series), "accuracy (%)", model))
     return Table(
@@ -255,11 +254,12 @@ def _by_method(
 
 
 def load_balancing(study: Study) -> Table:
-    """Table 11: how evenly each method spreads tokens over experts."""
-    methods = [name for name in study.methods(LOAD) if METHODS[name].installed]
+    """Make Table 11: how evenly each method spreads tokens over experts."""
+    methods = [name for name in study.choose_methods(LOAD) if METHODS[name].installed]
 
     def cells(model: str, task: str) -> list[Cell]:
-        return [_load(study.run(model, task, method)) for method in methods]
+        runs = [study.run(model, task, method) for method in methods]
+        return [number(run.facts.get("load_balancing_loss"), ".3f") for run in runs]
 
     heads = [METHODS[method].title for method in methods]
     return replace(
@@ -267,12 +267,9 @@ def load_balancing(study: Study) -> Table:
         name="load-balancing",
         title="Load balancing",
         notes=(
-            "N Σ f P over all layers, of all tokens that were read: wrong choices and the padding "
-            "of choices included. The number of chosen experts is the least: even.",
+            "N Σ f P over all layers, of all tokens that were read, including wrong choices and "
+            "their padding. The least possible value, an even load, is the number of experts "
+            "chosen per token.",
             *left_out(study, LOAD),
         ),
     )
-
-
-def _load(run: Run) -> Cell:
-    return number(run.facts.get("load_balancing_loss"), ".3f")

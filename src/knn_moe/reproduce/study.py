@@ -1,7 +1,7 @@
-"""What all tables are made from: models, tasks and methods, each of which is run once.
+"""A study: the runs that tables are made from, each made once and kept on disk.
 
-Runs lie on disk as those of `knn-moe eval` do, RUNS/MODEL/TASK/NAME: a study that was stopped goes
-on with the first one that is missing. Knows nothing of how a table looks.
+Runs lie where `knn-moe eval` would write them, in RUNS/MODEL/TASK/NAME, so that a stopped study
+continues with the first one that is missing. Knows nothing of how a table looks.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ from knn_moe.memory.manifest import library_versions
 from knn_moe.methods import METHODS, Method, PreparedMethod, TaskContext, prepare
 from knn_moe.reproduce.plan import Plan
 from knn_moe.support.files import write_whole
+from knn_moe.support.progress import OnProgress, Progress, ignore_progress
 from knn_moe.tasks import open_task
 from knn_moe.tasks.data import TaskData
 from knn_moe.tasks.reference_set import reference_rows
 from knn_moe.tasks.task import GENERATION, LIKELIHOOD, TEXT
 
-# what is being done, how much of it, of how much
-OnStep: TypeAlias = Callable[[str, int, int], None]
 Load: TypeAlias = Callable[[str], tuple[Any, Any]]  # a name → a model and its tokenizer
 
 _STUDY: Final = "study.json"
@@ -42,23 +41,27 @@ _MORE_LIBRARIES: Final = ("peft", "sentence-transformers", "faiss-cpu")
 
 @dataclass
 class Study:
-    """A plan, where its runs lie, and the model that is loaded now."""
+    """A plan, the folder of its runs, and the model that is loaded now."""
 
     plan: Plan
     folder: Path
     load: Load
-    on_step: OnStep
+    on_progress: OnProgress = ignore_progress
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: str = "float32"
-    jobs: int = 1  # of this kind, at a time
-    whole: Plan | None = None  # of which `plan` is a part
+    jobs: int = 1  # processes
+    whole: Plan | None = None  # the plan of which `plan` is a part
     _loaded: dict[str, tuple[Any, Any]] = field(default_factory=dict, repr=False)
     _data: dict[str, TaskData] = field(default_factory=dict, repr=False)
     _contexts: dict[tuple[Any, ...], TaskContext] = field(default_factory=dict, repr=False)
 
     def check(self) -> None:
-        """Refuse what could not be done, before anything is: tasks and names; a folder that holds
-        another study's runs."""
+        """Refuse a study that could not be finished, before anything is run.
+
+        Raises:
+            KnnMoeError: A task is unknown or has no reference set, two names are the same, or the
+                folder holds the runs of another study.
+        """
         for task in self.plan.tasks:
             reference_rows(self.data(task))
         for what, names in (
@@ -67,20 +70,20 @@ class Study:
         ):
             twice = sorted({name for name in names if names.count(name) > 1})
             if twice:
-                raise ConfigError(f"Two {what} have the name {twice[0]!r}: study one of them.")
+                raise ConfigError(f"Two {what} have the name {twice[0]!r}. Leave one of them out.")
         path = self.folder / _STUDY
         if path.exists():
-            known, ours = _read_json(path), self._described()
+            known, ours = _read_json(path), self._describe()
             changed = sorted(name for name in ours if known.get(name) != ours[name])
             if changed:
                 name = changed[0]
                 raise RunError(
                     f"The study in {str(self.folder)!r} has {name} {known.get(name)!r}, not "
-                    f"{ours[name]!r}: choose another folder, or remove it."
+                    f"{ours[name]!r}. Choose another folder, or remove that study."
                 )
 
-    def _described(self) -> dict[str, Any]:
-        """What all runs of a folder have in common."""
+    def _describe(self) -> dict[str, Any]:
+        """Return what all runs of a folder have in common."""
         plan = self.whole or self.plan
         sources = {task: self.data(task).source for task in plan.tasks}
         found = {**asdict(plan), "data": sources, "dtype": self.dtype, "jobs": self.jobs}
@@ -88,23 +91,23 @@ class Study:
         described: dict[str, Any] = json.loads(json.dumps(found))
         return described
 
-    def _claim(self) -> None:
-        """From here on the folder is this study's."""
+    def _claim_folder(self) -> None:
+        """Write into the folder whose study it holds, unless it says so already."""
         if not (self.folder / _STUDY).exists():
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(self.folder / _STUDY, json.dumps(self._described(), indent=1) + "\n")
+            write_whole(self.folder / _STUDY, json.dumps(self._describe(), indent=1) + "\n")
 
-    def of(self, model: str, task: str) -> Study:
-        """The same of one model and task. What is loaded and prepared is shared."""
-        return replace(self, plan=self.plan.of(model, task), whole=self.plan)
+    def restrict(self, model: str, task: str) -> Study:
+        """Return the part of the study for one model and task, sharing what is loaded."""
+        return replace(self, plan=self.plan.restrict(model, task), whole=self.plan)
 
     def data(self, task: str) -> TaskData:
         if task not in self._data:
             self._data[task] = open_task(task, self.plan.data)
         return self._data[task]
 
-    def length(self, task: str) -> int:
-        """Of the task's reference rows, in characters."""
+    def reference_length(self, task: str) -> int:
+        """Return the number of characters in the task's reference rows."""
         return sum(len(str(each)) for each in self.data(task).reference[: self.plan.reference])
 
     def scoring(self, task: str) -> str:
@@ -118,17 +121,17 @@ class Study:
     def title(self, task: str) -> str:
         return self.data(task).task.title
 
-    def defined(self, method: str, task: str) -> bool:
-        """Whether a method can be asked such a task at all, here."""
-        entry = METHODS[method]
-        return entry.installed and (entry.texts or not self.is_text(task))
+    def is_defined(self, method: str, task: str) -> bool:
+        """Return whether a method is installed and can answer this kind of task."""
+        spec = METHODS[method]
+        return spec.installed and (spec.texts or not self.is_text(task))
 
-    def methods(self, names: Sequence[str]) -> list[str]:
-        """Those of a table: the paper's setting once, if it is the plan's."""
+    def choose_methods(self, names: Sequence[str]) -> list[str]:
+        """Return `names` without "knn-paper" if that is what the plan's "knn" is anyway."""
         same = self.plan.preset == "paper"
         return [name for name in names if not (same and name == "knn-paper")]
 
-    def config(self, task: str, *, load: bool = False) -> EvalConfig:
+    def eval_config(self, task: str, *, load: bool = False) -> EvalConfig:
         return EvalConfig(
             scoring=self.scoring(task),
             batch_size=self.plan.batch_size,
@@ -138,7 +141,7 @@ class Study:
         )
 
     def model(self, name: str) -> tuple[Any, Any]:
-        """One model at a time: some fill the device."""
+        """Return a model and its tokenizer. Only one is held at a time: it may fill the device."""
         if name not in self._loaded:
             self._loaded.clear()
             self._contexts.clear()
@@ -146,79 +149,82 @@ class Study:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
             self._loaded[name] = self.load(name)
-            self._claim()
+            self._claim_folder()
         return self._loaded[name]
 
     def context(self, model: str, task: str, share: float = 1.0) -> TaskContext:
-        """Of a share of the reference rows. Methods of one setting share what they prepare."""
+        """Return the context for a share of the reference rows.
+
+        Methods of one context share what they prepare.
+        """
         network, tokenizer = self.model(model)
         key = model, task, share
         if key not in self._contexts:
             rows = len(self.data(task).reference)
-            asked = min(self.plan.reference or rows, rows)
-            what = f"{model}, {task}: preparing"
+            most = min(self.plan.reference or rows, rows)
+            stage = f"{model}, {task}: preparing"
             self._contexts[key] = TaskContext(
                 network,
                 tokenizer,
                 self.data(task),
                 self.scoring(task),
-                limit=max(1, round(asked * share)),
+                limit=max(1, round(most * share)),
                 seed=self.plan.seed,
                 batch_size=self.plan.batch_size,
                 preset=self.plan.preset,
-                folder=self.place(model, task),
-                on_progress=lambda step: self.on_step(what, step.done, step.total),
+                folder=self.run_folder(model, task),
+                on_progress=lambda step: self.on_progress(step._replace(stage=stage)),
             )
         return self._contexts[key]
 
     def run(self, model: str, task: str, method: str) -> Run:
-        """A method of the registry on a task, with the whole reference set."""
-        return self.variant(model, task, method, lambda: prepare(method, self.context(model, task)))
+        """Run a registered method on a task, with the whole reference set."""
+        return self.run_variant(
+            model, task, method, lambda: prepare(method, self.context(model, task))
+        )
 
-    def variant(
+    def run_variant(
         self, model: str, task: str, name: str, make: Callable[[], Method | PreparedMethod]
     ) -> Run:
-        """Whatever `make` makes, run under a name of its own; not made if the run is there."""
-        folder = self.place(model, task) / name
+        """Run the method that `make` returns, or read the run called `name` if it is there."""
+        folder = self.run_folder(model, task) / name
         known = find_finished_run(folder, {})
         if known is not None:
             return known
-        self.on_step(f"{model}, {task}: preparing {name}", 0, 1)
+        self.on_progress(Progress(f"{model}, {task}: preparing {name}", 0, 1))
         network, tokenizer = self.model(model)
-        method = make()
+        stage = f"{model}, {task}: {name}"
         return evaluate(
             network,
             tokenizer,
             self.data(task),
-            method,
-            self.config(task, load=_has_load(network)),
+            make(),
+            self.eval_config(task, load=_has_load(network)),
             folder=folder,
             overwrite=True,
-            on_progress=lambda step: self.on_step(
-                f"{model}, {task}: {name}", step.done, step.total
-            ),
+            on_progress=lambda step: self.on_progress(step._replace(stage=stage)),
         )
 
-    def measured(self, model: str, task: str, name: str, measure: Callable[[], Any]) -> Any:
-        """What is no run, as JSON takes it; not measured again if it is there."""
-        path = self.place(model, task) / f"{name}.json"
+    def measure(self, model: str, task: str, name: str, measure: Callable[[], Any]) -> Any:
+        """Return what `measure` returns, as JSON takes it; measure it once for the study."""
+        path = self.run_folder(model, task) / f"{name}.json"
         if path.exists():
             return _read_json(path)
-        self.on_step(f"{model}, {task}: {name}", 0, 1)
+        self.on_progress(Progress(f"{model}, {task}: {name}", 0, 1))
         value = measure()
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(value))
         return value
 
-    def place(self, model: str, task: str) -> Path:
+    def run_folder(self, model: str, task: str) -> Path:
         return self.folder / "runs" / _folder_name(model) / self.data(task).task.name
 
     def facts(self, tasks: Sequence[str]) -> Mapping[str, Any]:
-        """What a reader must know of how it was measured."""
+        """Return what a reader must know of how a table was measured."""
         plan = self.plan
         return {
             "models": list(plan.models),
-            "tasks": {task: self._asked(task) for task in tasks},
+            "tasks": {task: self._describe_task(task) for task in tasks},
             "seed": plan.seed,
             "preset": plan.preset,
             "batch_size": plan.batch_size,
@@ -228,16 +234,16 @@ class Study:
             "versions": versions(),
         }
 
-    def _asked(self, task: str) -> str:
+    def _describe_task(self, task: str) -> str:
         data, plan = self.data(task), self.plan
         rows = min(plan.reference or len(data.reference), len(data.reference))
         if self.is_text(task):
             count = "all" if plan.limit is None else f"at most {plan.limit:,}"
-            asked = f"{count} windows of {self.config(task).length} tokens"
+            items = f"{count} windows of {self.eval_config(task).length} tokens"
         else:
-            asked = f"{min(plan.limit or len(data.test), len(data.test)):,} questions"
+            items = f"{min(plan.limit or len(data.test), len(data.test)):,} questions"
         note = f" ({data.task.note.rstrip('.')})" if data.task.note else ""
-        return f"{asked} by {self.scoring(task)}, {rows:,} reference rows{note}"
+        return f"{items} by {self.scoring(task)}, {rows:,} reference rows{note}"
 
 
 def _folder_name(model: str) -> str:
@@ -245,7 +251,7 @@ def _folder_name(model: str) -> str:
 
 
 def _has_load(model: Any) -> bool:
-    """Some routers do not return what a load could be measured from."""
+    """Return whether the routers return what their load can be measured from."""
     try:
         with router_load(model):
             return True
@@ -257,10 +263,11 @@ def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf8"))
     except ValueError as error:
-        raise RunError(f"{str(path)!r} cannot be read ({error}): remove it.") from None
+        raise RunError(f"Cannot read {str(path)!r} ({error}). Remove it.") from None
 
 
 def versions() -> dict[str, str]:
+    """Return the versions of the libraries that results depend on."""
     found = dict(library_versions())
     for name in _MORE_LIBRARIES:
         try:
@@ -271,6 +278,7 @@ def versions() -> dict[str, str]:
 
 
 def hardware(device: torch.device) -> str:
+    """Describe the machine in a few words."""
     if device.type == "cuda":
         return f"one {torch.cuda.get_device_name(device)}"
     return f"{os.cpu_count()} {platform.machine()} CPU cores"

@@ -1,4 +1,4 @@
-"""Tables in which one setting of kNN-MoE is varied (§6.2 to §6.4, appendix C.3, C.4 and D)."""
+"""Tables that vary one parameter of kNN-MoE (§6.2 to §6.4, appendix C.3, C.4 and D)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from knn_moe.evaluation.evaluate import prepare_questions
 from knn_moe.evaluation.store import Run
 from knn_moe.inference.attach import attach
 from knn_moe.inference.expert_usage import similarity_share
-from knn_moe.memory.memory import RoutingMemory
-from knn_moe.methods import METHODS, KnnMoe, Method, PreparedMethod, TaskContext
+from knn_moe.methods import METHODS, KnnMoe, Method, PreparedMethod
 from knn_moe.methods.knn_moe import routing_memory
 from knn_moe.reproduce.results import (
     BASE,
@@ -29,7 +28,7 @@ from knn_moe.reproduce.results import (
     nats_cell,
 )
 from knn_moe.reproduce.study import Study
-from knn_moe.reproduce.table import Cell, Chart, Series, Table, number, percent, row, values
+from knn_moe.reproduce.table import Cell, Chart, Series, Table, make_row, number, percent, values_of
 
 NEIGHBOURS: Final = (1, 3, 5, 10)
 STEPS: Final = (1, 3, 10)
@@ -38,16 +37,15 @@ SEEDS: Final = 3
 TUNED: Final = ("sft", "sft-router")
 SHARE_OF: Final = 5  # neighbours, in the share of the nearest
 
-# (model, task, preset) → the run of one setting
-Varied = Callable[[str, str, str], Run]
+RunOf = Callable[[str, str, str], Run]  # (model, task, preset) → the run with one value
 
 
 def reference_size(study: Study) -> Table:
-    """Table 4: more reference text."""
+    """Make Table 4: more reference text."""
     shares = (0.0, *study.plan.sizes)
 
-    def at(share: float) -> Varied:
-        return lambda model, task, preset: sized(study, model, task, preset, share)
+    def at(share: float) -> RunOf:
+        return lambda model, task, preset: run_with_share(study, model, task, preset, share)
 
     return _sweep(
         study,
@@ -56,126 +54,129 @@ def reference_size(study: Study) -> Table:
     )
 
 
-def sized(study: Study, model: str, task: str, preset: str, share: float) -> Run:
-    """kNN-MoE with part of the reference set; with nothing of it, zero-shot."""
+def run_with_share(study: Study, model: str, task: str, preset: str, share: float) -> Run:
+    """Run kNN-MoE with a share of the reference set; without any of it, zero-shot."""
     if share == 0:
         return study.run(model, task, BASE)
     if share == 1:
-        return _plain(study, model, task, preset)
+        return _run_unchanged(study, model, task, preset)
 
     def make() -> KnnMoe:
         return KnnMoe(routing_memory(study.context(model, task, share), preset))
 
-    return study.variant(model, task, f"knn-{preset}-{share:g}", make)
+    return study.run_variant(model, task, f"knn-{preset}-{share:g}", make)
 
 
-def _plain(study: Study, model: str, task: str, preset: str) -> Run:
-    """The run that the main table has already."""
+def _run_unchanged(study: Study, model: str, task: str, preset: str) -> Run:
+    """Return the run with the whole reference set, which the main table has as well."""
     if preset == study.plan.preset:
         return study.run(model, task, KNN)
     if preset == "paper":
         return study.run(model, task, "knn-paper")
-    return study.variant(model, task, f"knn-{preset}", lambda: _knn(study, model, task, preset))
+    return study.run_variant(
+        model, task, f"knn-{preset}", lambda: _make_knn(study, model, task, preset)
+    )
 
 
-def _knn(study: Study, model: str, task: str, preset: str, **changes: Any) -> KnnMoe:
+def _make_knn(study: Study, model: str, task: str, preset: str, **changes: Any) -> KnnMoe:
     memory = routing_memory(study.context(model, task), preset)
     return KnnMoe(memory, replace(memory.routing, **changes))
 
 
 def neighbours(study: Study) -> Table:
-    """Table 5: more neighbours."""
+    """Make Table 5: more neighbours."""
     return _sweep(
         study,
         ("neighbours", "Number of neighbours", "K"),
-        {str(k): _changed(study, f"k-{k}", k=k) for k in NEIGHBOURS},
+        {str(k): _with_routing(study, f"k-{k}", k=k) for k in NEIGHBOURS},
     )
 
 
 def similarity(study: Study) -> Table:
-    """Table 12: other similarities."""
+    """Make Table 12: other similarities."""
     return _sweep(
         study,
         ("similarity", "Similarity functions", "similarity"),
         {
-            title: _changed(study, f"similarity-{name}", similarity=name)
+            title: _with_routing(study, f"similarity-{name}", similarity=name)
             for name, title in SIMILARITIES.items()
         },
     )
 
 
-def _changed(study: Study, name: str, **changes: Any) -> Varied:
-    """The same memory, used otherwise."""
+def _with_routing(study: Study, name: str, **changes: Any) -> RunOf:
+    """Return what runs the same memory with another routing config."""
 
     def run(model: str, task: str, preset: str) -> Run:
         usual = RoutingConfig(**PRESETS[preset]["routing"])
         if replace(usual, **changes) == usual:
-            return _plain(study, model, task, preset)
-        make = partial(_knn, study, model, task, preset, **changes)
-        return study.variant(model, task, f"knn-{preset}-{name}", make)
+            return _run_unchanged(study, model, task, preset)
+        make = partial(_make_knn, study, model, task, preset, **changes)
+        return study.run_variant(model, task, f"knn-{preset}-{name}", make)
 
     return run
 
 
 def steps(study: Study) -> Table:
-    """Table 6: more steps of gradient descent."""
+    """Make Table 6: more steps of gradient descent."""
 
-    def at(count: int) -> Varied:
+    def at(count: int) -> RunOf:
         def run(model: str, task: str, preset: str) -> Run:
             def make() -> KnnMoe:
                 context = study.context(model, task, study.plan.steps_share)
-                return KnnMoe(_with_steps(context, preset, count))
+                config = context.build_config(preset=preset, steps=count)
+                examples = context.examples
+                return KnnMoe(build_memory(context.model, context.tokenizer, examples, config))
 
-            return study.variant(model, task, f"knn-{preset}-steps-{count}", make)
+            return study.run_variant(model, task, f"knn-{preset}-steps-{count}", make)
 
         return run
 
     table = _sweep(study, ("steps", "Gradient descent steps", "S"), {str(s): at(s) for s in STEPS})
-    note = f"With {study.plan.steps_share:.0%} of the reference rows stated below."
+    note = f"With {study.plan.steps_share:.0%} of the reference rows that are stated below."
     return replace(table, notes=(*table.notes, note))
 
 
-def _with_steps(context: TaskContext, preset: str, count: int) -> RoutingMemory:
-    config = context.build_config(preset=preset, steps=count)
-    return build_memory(context.model, context.tokenizer, context.examples, config)
+def _sweep(study: Study, names: tuple[str, str, str], runs: Mapping[str, RunOf]) -> Table:
+    """Return a table with a row for each value and a column for each model and preset.
 
-
-def _sweep(study: Study, said: tuple[str, str, str], settings: Mapping[str, Varied]) -> Table:
-    """A row for each value, a column for each model and preset; accuracy of questions, and the
-    change of the loss a token of text."""
-    name, title, varied = said
+    Args:
+        names: Of the table, its title, and of what is varied.
+        runs: What runs kNN-MoE with each value.
+    """
+    name, title, varied = names
     plan = study.plan
     pairs = [(model, preset) for model in plan.models for preset in plan.presets]
     rows, charts = [], []
     for task in plan.swept:
-        found: dict[str, list[Cell]] = {label: [] for label in settings}
+        found: dict[str, list[Cell]] = {label: [] for label in runs}
         for model, preset in pairs:
             base = study.run(model, task, BASE)
-            for label, run in settings.items():
-                found[label].append(_against(study, task, run(model, task, preset), base))
+            for label, run in runs.items():
+                found[label].append(_compare(study, task, run(model, task, preset), base))
         for label, cells in found.items():
-            rows.append(row(study.title(task), label, *cells))
+            rows.append(make_row(study.title(task), label, *cells))
         series = tuple(
-            Series(f"{model}, {preset}", tuple(found[label][place].value for label in settings))
+            Series(f"{model}, {preset}", tuple(found[label][place].value for label in runs))
             for place, (model, preset) in enumerate(pairs)
         )
-        axis = "nats a token over zero-shot" if study.is_text(task) else "accuracy (%)"
-        charts.append(Chart("lines", tuple(settings), series, axis, study.title(task)))
+        axis = "nats per token over zero-shot" if study.is_text(task) else "accuracy (%)"
+        charts.append(Chart("lines", tuple(runs), series, axis, study.title(task)))
     return Table(
         name=name,
         title=title,
         columns=("benchmark", varied, *(f"{model}, {preset}" for model, preset in pairs)),
         rows=tuple(rows),
         notes=(
-            "Accuracy in % of questions; of text, the change of the loss a token against "
-            f"zero-shot, in nats: less is better. {MARKS}",
+            "Accuracy in % for questions; for text, the change of the loss per token against "
+            f"zero-shot, in nats: lower is better. {MARKS}",
         ),
         charts=tuple(charts),
         facts=study.facts(plan.swept),
     )
 
 
-def _against(study: Study, task: str, run: Run, base: Run) -> Cell:
+def _compare(study: Study, task: str, run: Run, base: Run) -> Cell:
     text = study.is_text(task)
     if run.method == base.method:
         return number(0.0, "+.3f") if text else percent(_score(base))
@@ -188,17 +189,17 @@ def _score(run: Run) -> float:
 
 
 def top1_share(study: Study) -> Table:
-    """Table 13: how much of the similarity of five neighbours is the nearest's."""
+    """Make Table 13: the share of the nearest in the similarity of five neighbours."""
     plan = study.plan
     pairs = [(model, preset) for model in plan.models for preset in plan.presets]
     found: dict[str, list[Cell]] = {task: [] for task in plan.tasks}
     for model, preset in pairs:
         for task in plan.tasks:
-            measure = partial(_share, study, model, task, preset)
-            share = study.measured(model, task, f"top1-share-{preset}", measure)
+            measure = partial(_measure_share, study, model, task, preset)
+            share = study.measure(model, task, f"top1-share-{preset}", measure)
             found[task].append(number(share, ".2f"))
     series = tuple(
-        Series(f"{model}, {preset}", values([found[task][place] for task in plan.tasks]))
+        Series(f"{model}, {preset}", values_of([found[task][place] for task in plan.tasks]))
         for place, (model, preset) in enumerate(pairs)
     )
     heads = tuple(study.title(task) for task in plan.tasks)
@@ -206,17 +207,17 @@ def top1_share(study: Study) -> Table:
         name="top1-share",
         title="Share of the nearest neighbour",
         columns=("benchmark", *(f"{model}, {preset}" for model, preset in pairs)),
-        rows=tuple(row(study.title(task), *cells) for task, cells in found.items()),
-        notes=(f"s₁ / Σ s over K = {SHARE_OF} neighbours, a mean over test tokens and layers.",),
+        rows=tuple(make_row(study.title(task), *cells) for task, cells in found.items()),
+        notes=(f"s₁ / Σ s over K = {SHARE_OF} neighbours, averaged over test tokens and layers.",),
         charts=(Chart("bars", heads, series, "share of the nearest"),),
         facts=study.facts(plan.tasks),
     )
 
 
-def _share(study: Study, model: str, task: str, preset: str) -> float:
+def _measure_share(study: Study, model: str, task: str, preset: str) -> float:
     context = study.context(model, task)
     memory = routing_memory(context, preset)
-    asked = prepare_questions(context.tokenizer, study.data(task), study.config(task))
+    asked = prepare_questions(context.tokenizer, study.data(task), study.eval_config(task))
     total = weight = 0.0
     with attach(context.model, memory, replace(memory.routing, k=SHARE_OF)) as routing:
         for question in asked.questions:
@@ -227,19 +228,21 @@ def _share(study: Study, model: str, task: str, preset: str) -> float:
 
 
 def seeds(study: Study) -> Table:
-    """Table 14: fine-tuning again, from other seeds."""
+    """Make Table 14: fine-tuning with several seeds."""
     plan = study.plan
-    model, drawn = plan.models[0], [plan.seed + more for more in range(SEEDS)]
+    model, used = plan.models[0], [plan.seed + more for more in range(SEEDS)]
     methods = {name: METHODS[name].title for name in TUNED if METHODS[name].installed}
     rows = []
     found: dict[str, list[float]] = {title: [] for title in methods.values()}
     for task in plan.seeded:
         cells = []
         for method, title in methods.items():
-            scores = [100 * _score(_seeded(study, model, task, method, seed)) for seed in drawn]
+            scores = [
+                100 * _score(_run_with_seed(study, model, task, method, seed)) for seed in used
+            ]
             found[title].append(mean(scores))
             cells.append(Cell(f"{mean(scores):.2f}±{stdev(scores):.2f}", mean(scores)))
-        rows.append(row(model, study.title(task), *cells))
+        rows.append(make_row(model, study.title(task), *cells))
     heads = tuple(study.title(task) for task in plan.seeded)
     series = tuple(Series(title, tuple(scores)) for title, scores in found.items())
     return Table(
@@ -248,9 +251,9 @@ def seeds(study: Study) -> Table:
         columns=("model", "benchmark", *methods.values()),
         rows=tuple(rows),
         notes=(
-            f"Accuracy in %, mean ± standard deviation over seeds {', '.join(map(str, drawn))}, "
-            "which draw the validation split, the order and the adapters, at the learning rate "
-            "that was chosen with the first. Zero-shot and kNN-MoE draw nothing.",
+            f"Accuracy in %, mean ± standard deviation over seeds {', '.join(map(str, used))}, "
+            "which determine the validation split, the order and the adapters, at the learning "
+            "rate that was chosen with the first. Zero-shot and kNN-MoE do not depend on a seed.",
             *left_out(study, TUNED),
         ),
         charts=(Chart("bars", heads, series, "accuracy (%)", model),),
@@ -258,16 +261,16 @@ def seeds(study: Study) -> Table:
     )
 
 
-def _seeded(study: Study, model: str, task: str, method: str, seed: int) -> Run:
+def _run_with_seed(study: Study, model: str, task: str, method: str, seed: int) -> Run:
     first = study.run(model, task, method)
     if seed == study.plan.seed:
         return first
     rate = first.facts["method_facts"]["learning_rate"]
-    make = partial(_tuned, study, model, task, method, seed, rate)
-    return study.variant(model, task, f"{method}-seed-{seed}", make)
+    make = partial(_tune, study, model, task, method, seed, rate)
+    return study.run_variant(model, task, f"{method}-seed-{seed}", make)
 
 
-def _tuned(
+def _tune(
     study: Study, model: str, task: str, method: str, seed: int, rate: float
 ) -> Method | PreparedMethod:
     from knn_moe.methods.sft import prepare_router_sft, prepare_sft

@@ -1,4 +1,4 @@
-"""A table of results: cells that know their number, and what the paper printed beside it.
+"""A table of results: cells with their numbers, charts, and the paper's own table beside it.
 
 Knows nothing of models, methods or files.
 """
@@ -13,12 +13,12 @@ from typing import Any, Final
 from knn_moe.errors import RunError
 
 FORMAT: Final = 1
-NOTHING: Final = "-"
+NO_VALUE: Final = "-"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What is shown, and the number behind it."""
+    """A text, and the number behind it."""
 
     text: str
     value: float | None = None
@@ -27,7 +27,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Series:
-    """A line or a set of bars: a value for each place, None where there is none."""
+    """One line or one set of bars of a chart: a value for each place, or None."""
 
     name: str
     values: tuple[float | None, ...]
@@ -35,18 +35,18 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """What of a table is drawn. `places`: what the values stand over."""
+    """A chart of a table's numbers."""
 
-    kind: str  # bars or lines
-    places: tuple[str, ...]
+    kind: str  # "bars" or "lines"
+    places: tuple[str, ...]  # labels of the horizontal axis
     series: tuple[Series, ...]
-    axis: str
-    title: str = ""  # of this panel, where there are several
+    axis: str  # label of the vertical axis
+    title: str = ""
 
 
 @dataclass(frozen=True)
-class Printed:
-    """The paper's own numbers, of its models and its data."""
+class PrintedTable:
+    """A table of the paper, for its own models and data."""
 
     caption: str
     columns: tuple[str, ...]
@@ -55,7 +55,7 @@ class Printed:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """One table, measured."""
+    """A table of measured results."""
 
     name: str
     title: str
@@ -63,77 +63,77 @@ class Table:
     rows: tuple[tuple[Cell, ...], ...]
     notes: tuple[str, ...] = ()
     charts: tuple[Chart, ...] = ()
-    paper: Printed | None = None
+    paper: PrintedTable | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)  # model, data, hardware, versions, seeds
 
     def __post_init__(self) -> None:
         for row in self.rows:
             if len(row) != len(self.columns):
-                raise ValueError(f"{self.name}: {len(row)} cells under {len(self.columns)} heads.")
+                raise ValueError(
+                    f"{self.name}: a row has {len(row)} cells for {len(self.columns)} columns."
+                )
 
     def to_dict(self) -> dict[str, Any]:
         return {"format": FORMAT, **asdict(self)}
 
     @classmethod
     def from_dict(cls, known: Mapping[str, Any]) -> Table:
+        """Return the table that `to_dict` described.
+
+        Raises:
+            RunError: It has another format.
+        """
         if known.get("format") != FORMAT:
             raise RunError(f"A table has format {known.get('format')}, not {FORMAT}.")
-        charts = [
-            Chart(
-                **{
-                    **chart,
-                    "places": tuple(chart["places"]),
-                    "series": tuple(
-                        Series(one["name"], tuple(one["values"])) for one in chart["series"]
-                    ),
-                }
-            )
-            for chart in known["charts"]
-        ]
-        paper = known["paper"]
+        rows = [tuple(Cell(**cell) for cell in row) for row in known["rows"]]
+        charts = [_read_chart(chart) for chart in known["charts"]]
+        paper = known["paper"] and PrintedTable(
+            known["paper"]["caption"],
+            tuple(known["paper"]["columns"]),
+            tuple(tuple(row) for row in known["paper"]["rows"]),
+        )
         return cls(
             name=known["name"],
             title=known["title"],
             columns=tuple(known["columns"]),
-            rows=tuple(tuple(Cell(**cell) for cell in row) for row in known["rows"]),
+            rows=tuple(rows),
             notes=tuple(known["notes"]),
             charts=tuple(charts),
-            paper=None
-            if paper is None
-            else Printed(
-                paper["caption"],
-                tuple(paper["columns"]),
-                tuple(tuple(row) for row in paper["rows"]),
-            ),
+            paper=paper,
             facts=known["facts"],
         )
 
 
-def nothing() -> Cell:
-    """What was not measured, or is not defined."""
-    return Cell(NOTHING)
+def _read_chart(known: Mapping[str, Any]) -> Chart:
+    series = tuple(Series(one["name"], tuple(one["values"])) for one in known["series"])
+    return Chart(**{**known, "places": tuple(known["places"]), "series": series})
+
+
+def no_value() -> Cell:
+    """Return the cell of something that was not measured or is not defined."""
+    return Cell(NO_VALUE)
 
 
 def number(value: float | None, form: str, mark: str = "") -> Cell:
-    """A number in a format such as ".2f"; `mark` goes behind it."""
+    """Return a number in a format such as ".2f", with `mark` behind it."""
     if value is None or not math.isfinite(value):
-        return nothing()
+        return no_value()
     return Cell(f"{value:{form}}{mark}", value)
 
 
 def percent(share: float | None, mark: str = "") -> Cell:
-    """A share as the paper writes accuracies."""
-    return nothing() if share is None else number(100 * share, ".2f", mark)
+    """Return a share in percent, as the paper prints accuracies."""
+    return no_value() if share is None else number(100 * share, ".2f", mark)
 
 
 def points(difference: float | None, mark: str = "") -> Cell:
-    """A difference of shares, in points."""
-    return nothing() if difference is None else number(100 * difference, "+.2f", mark)
+    """Return a difference of shares in percentage points."""
+    return no_value() if difference is None else number(100 * difference, "+.2f", mark)
 
 
-def row(*cells: Cell | str) -> tuple[Cell, ...]:
+def make_row(*cells: Cell | str) -> tuple[Cell, ...]:
     return tuple(Cell(cell) if isinstance(cell, str) else cell for cell in cells)
 
 
-def values(cells: Sequence[Cell]) -> tuple[float | None, ...]:
+def values_of(cells: Sequence[Cell]) -> tuple[float | None, ...]:
     return tuple(cell.value for cell in cells)
