@@ -21,7 +21,6 @@ LABELS = {  # of these tables in the paper's source
 }  # fmt: skip
 
 
-
 def test_every_table_has_the_papers_numbers() -> None:
     assert list(PAPER) == list(TABLES)
     for printed in PAPER.values():
@@ -48,5 +47,3 @@ def test_the_papers_numbers_are_the_papers(name: str) -> None:
 
 def _numbers(text: str) -> list[str]:
     return re.findall(r"[+-]?\d+\.\d+", text.replace(r"$\pm$", " "))
-
-

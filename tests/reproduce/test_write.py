@@ -57,5 +57,3 @@ def test_cells_show_their_numbers() -> None:
     assert number(float("nan"), ".2f").text == "-"
     with pytest.raises(ValueError, match="2 cells for 1 columns"):
         Table(name="a", title="a", columns=("one",), rows=(make_row("a", "b"),))
-
-

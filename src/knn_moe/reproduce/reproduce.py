@@ -5,14 +5,12 @@ A table that is on disk already is read, not made again. Tables share their runs
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
-from multiprocessing import get_context, parent_process
-from threading import Thread
+from multiprocessing import get_context
 from typing import Final
 
 import torch
@@ -23,6 +21,7 @@ from knn_moe.reproduce.paper import PAPER
 from knn_moe.reproduce.study import Study
 from knn_moe.reproduce.table import Table
 from knn_moe.reproduce.write import read_table, write_all_tables, write_table
+from knn_moe.support.processes import end_with_parent
 from knn_moe.support.progress import Progress, ignore_progress
 from knn_moe.support.registry import Registry
 
@@ -122,21 +121,13 @@ def _make_runs(study: Study, names: Sequence[str]) -> None:
 
 
 def _begin(threads: int) -> None:
-    """Set up a process: its share of the threads, and an end when the study's process ends."""
-    torch.set_num_threads(threads)
-    Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """End this process with its parent.
+    """Set up a process: its share of the threads, and an end with the study's own process.
 
     The processes of a killed study would otherwise write on, into a folder that may be another
     study's by then.
     """
-    parent = parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
+    torch.set_num_threads(threads)
+    end_with_parent()
 
 
 def _make_runs_of(study: Study, model: str, task: str, names: Sequence[str]) -> None:
