@@ -52,7 +52,7 @@ def test_every_stage_reports_its_progress(demo: Any) -> None:
     stages: dict[str, list[Progress]] = {}
     for report in demo.reports:
         stages.setdefault(report.stage, []).append(report)
-    assert len(stages) == 7
+    assert len(stages) == 9
     for reports in stages.values():
         done = [report.done for report in reports]
         assert done == sorted(done)

@@ -113,7 +113,6 @@ def run_demo(
 
     memories, seconds = {}, {}
     for preset in ("paper", "strong"):
-        stage = f"building the {preset} memory"
         started = time.perf_counter()
         memories[preset] = build_memory(
             model,
@@ -121,7 +120,7 @@ def run_demo(
             reference,
             BuildConfig(preset=preset, max_length=config.length, batch_tokens=2048),
             folder=folder / preset,
-            on_progress=partial(_report_build, on_progress, stage),
+            on_progress=partial(_report, on_progress, f"building the {preset} memory"),
         )
         seconds[preset] = time.perf_counter() - started
     control = shuffle_values(memories["strong"])
@@ -152,8 +151,8 @@ def run_demo(
     return DemoResult(text, tokens, tuple(runs), tuple(lines), passages)
 
 
-def _report_build(on_progress: OnProgress, stage: str, build: Progress) -> None:
-    on_progress(build._replace(stage=stage))
+def _report(on_progress: OnProgress, prefix: str, progress: Progress) -> None:
+    on_progress(progress._replace(stage=f"{prefix}: {progress.stage}"))
 
 
 def render_demo(result: DemoResult) -> str:
