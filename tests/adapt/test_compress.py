@@ -26,7 +26,7 @@ from knn_moe import (
     find_routers,
 )
 from knn_moe.adapt import compress as module
-from knn_moe.adapt.compress import compress_layer, measure
+from knn_moe.adapt.compress import compress_layer, measure_index
 from knn_moe.adapt.controls import shuffle_values
 from knn_moe.bench.keys import made_up_keys
 from knn_moe.errors import (
@@ -37,7 +37,6 @@ from knn_moe.errors import (
 )
 from knn_moe.index import ExactIndex
 from knn_moe.memory.compressed import CompressedLayer, IndexQuality
-from knn_moe.memory.gamma import Gammas
 from knn_moe.memory.layers import LayerMemory
 from knn_moe.recall.neighbours import Widths
 
@@ -195,9 +194,9 @@ def test_what_cannot_be_compressed(memory: RoutingMemory, tmp_path: Path) -> Non
         compress(memory, IndexConfig(), tmp_path / "made")
     with pytest.raises(ConfigError, match="Unknown index 'hnsw'"):
         compress(memory, "hnsw", tmp_path / "made")
-    layer, kernel = memory.full_layers()[0], Widths(1.0, 1.0)
+    layer, widths = memory.full_layers()[0], Widths(1.0, 1.0)
     with pytest.raises(ConfigError, match="as some index"):
-        compress_layer(layer, Gammas(1.0), kernel, RoutingConfig(), CPU)
+        compress_layer(layer, 1.0, widths, RoutingConfig(), CPU)
     with pytest.raises(MemoryFormatError, match="no keys to compress"):
         compress(of_rows(memory, torch.arange(0)), FAST, tmp_path / "made")
     assert list(tmp_path.iterdir()) == []
@@ -282,7 +281,7 @@ def test_quality_is_what_it_says() -> None:
 
     def quality(*columns: Tensor, found: bool = True) -> IndexQuality:
         index = Answers(keys, torch.stack(columns, dim=1), found=found)
-        return measure(index, keys, Widths(0.1, 0.1), config, CPU)
+        return measure_index(index, keys, Widths(0.1, 0.1), config, CPU)
 
     assert quality(itself, nearest) == IndexQuality(recall=1, confidence_error=0)
     assert quality(nearest, itself) == IndexQuality(recall=1, confidence_error=0)
@@ -300,8 +299,10 @@ def test_quality_is_what_it_says() -> None:
 def test_another_key_that_is_as_near_is_a_hit() -> None:
     keys = torch.tensor([[0.0], [0.0], [0.0], [5.0], [5.0]])
     answers = Answers(keys, torch.tensor([[2, 0], [2, 0], [1, 0], [4, 3], [3, 4]]))
-    assert measure(answers, keys, Widths(1.0, 1.0), RoutingConfig(), CPU).recall == 1
-    assert measure(ExactIndex(keys), keys, Widths(1.0, 1.0), RoutingConfig(k=9), CPU).recall == 1
+    assert measure_index(answers, keys, Widths(1.0, 1.0), RoutingConfig(), CPU).recall == 1
+    assert (
+        measure_index(ExactIndex(keys), keys, Widths(1.0, 1.0), RoutingConfig(k=9), CPU).recall == 1
+    )
 
 
 # Where faiss is missing

@@ -10,14 +10,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from adapt.test_prune import memory, model, network, plain, said, same_cases
 from helpers.commands import knn_moe
+from helpers.memories import same_cases
 from helpers.zoo import BUILD, family, make_texts
 from knn_moe import RoutingMemory, build_memory, prune
 from knn_moe.errors import ConfigError
-
-__all__ = ["memory", "model", "network", "plain"]  # fixtures
-
 
 # Dropping examples
 
@@ -66,10 +63,10 @@ def test_nothing_of_a_dropped_example_is_in_the_files(
 @pytest.mark.parametrize(
     ("examples", "message"),
     [
-        ([99], "no example 99: it has 24, numbered 0 to 23"),
+        ([99], "no example 99: it has 12, numbered 0 to 11"),
         ([-1], "no example -1"),
         ([], "No example to drop"),
-        (range(24), "All 24 examples would go"),
+        (range(12), "Dropping all 12 examples"),
     ],
 )
 def test_what_cannot_be_dropped(
@@ -83,51 +80,47 @@ def test_what_cannot_be_dropped(
 def test_a_twin_must_go_too(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
     texts = make_texts(4)
     twice = build_memory(model, tokenizer, [*texts, texts[1]], BUILD)
-    with pytest.raises(ConfigError, match="Example 4 says the same"):
+    with pytest.raises(ConfigError, match="Example 4 has the same text"):
         twice.without([1])
     assert twice.without([1, 4]).provenance.num_examples == 3
 
 
-def test_dropping_from_a_pruned_memory_keeps_its_kernel(
-    model: PreTrainedModel, plain: RoutingMemory
-) -> None:
-    small = prune(model, plain, 0.5)
+def test_dropping_from_a_pruned_memory_keeps_its_width(memory: RoutingMemory) -> None:
+    small = prune(None, memory, 0.5, by="chance")
     rest = small.without([7])
-    assert rest.layers[0].gamma == plain.layers[0].gamma
+    assert rest.layers[0].gamma == memory.layers[0].gamma
     assert rest.manifest.pruned == small.manifest.pruned
     assert 7 in small.provenance.example
     assert 7 not in rest.provenance.example
-    assert plain.without([7]).layers[0].gamma != plain.layers[0].gamma
+    assert memory.without([7]).layers[0].gamma != memory.layers[0].gamma
 
 
-def test_what_a_calibration_learned_from_them_goes_too(plain: RoutingMemory) -> None:
-    manifest = replace(plain.manifest, calibration={"helps": True})
-    rest = replace(plain, manifest=manifest).without([7])
+def test_a_calibration_that_read_them_is_forgotten(memory: RoutingMemory) -> None:
+    manifest = replace(memory.manifest, calibration={"helps": True})
+    rest = replace(memory, manifest=manifest).without([7])
     assert rest.manifest.calibration is None
-    assert rest.routing == plain.build.routing()
+    assert rest.routing == memory.build.routing()
 
 
 # The commands
 
 
-def test_the_drop_command(plain: RoutingMemory, tmp_path: Path) -> None:
-    plain.save_pretrained(tmp_path / "memory")
+def test_the_drop_command(memory: RoutingMemory, tmp_path: Path) -> None:
+    memory.save_pretrained(tmp_path / "memory")
     drop = ("drop", tmp_path / "memory", "-o", tmp_path / "rest", "--example")
     refused = knn_moe(*drop, 99)
     assert refused.exit_code == 2
-    assert "no example 99" in said(refused)
+    assert "no example 99" in " ".join(refused.stderr.split())
     assert [path.name for path in tmp_path.iterdir()] == ["memory"]
     done = knn_moe(*drop, 0, "--example", 5, "--json")
     assert done.exit_code == 0, done.output
     facts = json.loads(done.stdout)
     rest = RoutingMemory.from_pretrained(tmp_path / "rest")
-    assert facts["examples"] == rest.provenance.num_examples == 38
-    assert facts["cases"] + facts["dropped"] == len(plain)
+    assert facts["examples"] == rest.provenance.num_examples == 10
+    assert facts["cases"] + facts["dropped"] == len(memory)
 
 
-def test_appending_is_building_both(
-    network: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_appending_is_building_both(saved_model: Path, tmp_path: Path) -> None:
     first, more = make_texts(5), make_texts(4, seed=1)
     for name, texts in (("first", first), ("more", more), ("both", first + more)):
         lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
@@ -135,8 +128,8 @@ def test_appending_is_building_both(
     options = ("--steps", 2, "--learning-rate", 5, "--batch-tokens", 1)
     for name in ("first", "both"):
         source = tmp_path / f"{name}.jsonl"
-        assert knn_moe("build", network, source, "-o", tmp_path / name, *options).exit_code == 0
-    append = ("build", network, tmp_path / "more.jsonl", "--append", tmp_path / "first")
+        assert knn_moe("build", saved_model, source, "-o", tmp_path / name, *options).exit_code == 0
+    append = ("build", saved_model, tmp_path / "more.jsonl", "--append", tmp_path / "first")
     done = knn_moe(*append, "-o", tmp_path / "grown")
     assert done.exit_code == 0, done.output
     grown, both = (RoutingMemory.from_pretrained(tmp_path / name) for name in ("grown", "both"))
@@ -144,7 +137,7 @@ def test_appending_is_building_both(
     assert grown.build == both.build
     refused = knn_moe(*append, "-o", tmp_path / "other", "--steps", 3)
     assert refused.exit_code == 2
-    assert "built with steps 2, but 3 was given" in said(refused)
+    assert "built with steps 2, but 3 was given" in " ".join(refused.stderr.split())
     again = knn_moe(*append, "-o", tmp_path / "first", "--overwrite")
     assert again.exit_code == 0, again.output
     assert same_cases(RoutingMemory.from_pretrained(tmp_path / "first"), both)
@@ -153,13 +146,13 @@ def test_appending_is_building_both(
 
 
 def test_appending_to_another_model_s_memory_is_told_first(
-    network: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    saved_model: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     build_memory(family("gpt_oss"), tokenizer, make_texts(3), BUILD, folder=tmp_path / "foreign")
     (tmp_path / "more.jsonl").write_text(json.dumps({"text": "4 5 6 7"}) + "\n")
     source = tmp_path / "more.jsonl"
     foreign, grown = tmp_path / "foreign", tmp_path / "grown"
-    refused = knn_moe("build", network, source, "--append", foreign, "-o", grown)
+    refused = knn_moe("build", saved_model, source, "--append", foreign, "-o", grown)
     assert refused.exit_code == 2
-    assert "was built for" in said(refused)
+    assert "was built for" in " ".join(refused.stderr.split())
     assert {path.name for path in tmp_path.iterdir()} == {"foreign", "more.jsonl"}

@@ -36,7 +36,6 @@ from knn_moe.errors import ConfigError
 from knn_moe.explain.trace import trace
 from knn_moe.index.fast.grid import principal_axes
 from knn_moe.inference.attach import Routing
-from knn_moe.memory.gamma import Gammas
 from knn_moe.recall.layer import LayerRecall
 from knn_moe.recall.neighbours import Widths
 
@@ -122,7 +121,7 @@ def test_a_layer_that_was_never_written(
     layers = {
         number: compress_layer(
             layer,
-            Gammas(layer.gamma),
+            layer.gamma,
             Widths.of(layer.gamma, number, small.routing),
             small.routing,
             CPU,

@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 
 import knn_moe.routers.dense_gradients
 from helpers.slow_reference import expert_output
-from helpers.zoo import family
+from helpers.zoo import family, full_batch
 from knn_moe import BuildConfig, find_routers
-from knn_moe.build.optimise import LayerCases, optimise_paths, optimise_routing, summed_loss
-from knn_moe.reference.windows import TokenBatch
+from knn_moe.build.optimise import OptimisedLayer, optimise_paths, optimise_routing, summed_loss
+from knn_moe.reference.windows import Batch
 from knn_moe.routers.dense_gradients import Experts, StraightThrough
 from knn_moe.routers.find import Router, block_of
 from knn_moe.routers.model_state import freeze
@@ -71,7 +71,7 @@ def test_forward_is_untouched_and_backward_follows_the_order_of_indices(name: st
     assert torch.equal(to_weights, experts.weight_gradient(x, slope).gather(1, indices))
 
 
-def naive_slopes(model: PreTrainedModel, routers: list[Router], batch: TokenBatch) -> list[Tensor]:
+def naive_slopes(model: PreTrainedModel, routers: list[Router], batch: Batch) -> list[Tensor]:
     """∂L/∂r where each block's output is the sparse one in value, and in gradient to r that of
     Σ_j p_j E_j(x.detach()), p = softmax(r): what all three gatings are with every expert chosen."""
     leaves: list[Tensor] = []
@@ -108,8 +108,7 @@ def test_a_build_step_descends_the_naive_gradient(name: str) -> None:
     model = family(name)
     routers = find_routers(model)
     ids = torch.randint(3, 128, (2, TOKENS))
-    real = torch.ones_like(ids, dtype=torch.bool)
-    batch = TokenBatch(ids, real, real, padded=False)
+    batch = full_batch(ids)
     config = BuildConfig(steps=1, learning_rate=1.0, gradient="dense")
     with freeze(model):
         expected = naive_slopes(model, routers, batch)
@@ -130,10 +129,9 @@ def test_paths_of_several_rates_are_those_of_each_and_share_the_first_backward(
     model = family("olmoe")
     routers = find_routers(model)
     ids = torch.randint(3, 128, (2, TOKENS))
-    real = torch.ones_like(ids, dtype=torch.bool)
-    batch = TokenBatch(ids, real, real, padded=False)
+    batch = full_batch(ids)
     rates, config = (0.1, 1.0, 5.0), BuildConfig(steps=2, gradient=gradient)
-    found: dict[tuple[float, int], dict[int, LayerCases]] = {}
+    found: dict[tuple[float, int], dict[int, OptimisedLayer]] = {}
     passes = []
 
     def counted(*arguments: Any) -> Tensor:

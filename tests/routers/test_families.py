@@ -9,11 +9,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from helpers.families import FAMILIES, Family
-from helpers.zoo import encode, family, make_texts
+from helpers.zoo import encode, family, full_batch, make_texts
 from knn_moe import BuildConfig, RoutingConfig, attach, build_memory, find_routers
 from knn_moe.build.optimise import RoutingLogits, optimise_routing, summed_loss
 from knn_moe.errors import UnsupportedModelError
-from knn_moe.reference.windows import TokenBatch
+from knn_moe.reference.windows import Batch
 from knn_moe.routers.intercept import ReplaceLogits, RouterHook
 from knn_moe.routers.model_state import freeze
 
@@ -24,10 +24,8 @@ NO_DENSE_GRADIENT = {"llama4_text", "dbrx", "jetmoe"}
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 
 
-def token_batch(rows: int = 2, length: int = 9) -> TokenBatch:
-    ids = torch.randint(3, 128, (rows, length))
-    everything = torch.ones_like(ids, dtype=torch.bool)
-    return TokenBatch(ids, everything, everything, padded=False)
+def random_batch(rows: int = 2, length: int = 9) -> Batch:
+    return full_batch(torch.randint(3, 128, (rows, length)))
 
 
 def hook_count(model: torch.nn.Module) -> int:
@@ -47,7 +45,7 @@ def test_routers_are_found_by_layer(family: Family) -> None:
 @every_family
 def test_nothing_to_mix_changes_no_bit(family: Family, tokenizer: object) -> None:
     model = family.build()
-    batch = token_batch()
+    batch = random_batch()
     base = model(batch.ids, use_cache=False).logits
     seen: dict[int, torch.Tensor] = {}
 
@@ -88,7 +86,7 @@ def test_zero_confidence_is_the_base_model_bit_for_bit(family: Family, tokenizer
 @every_family
 def test_one_backward_reaches_every_layer(family: Family) -> None:
     model = family.build()
-    batch = token_batch()
+    batch = random_batch()
     routers = find_routers(model)
     layers = [RoutingLogits(router) for router in routers]
     with freeze(model):
@@ -106,7 +104,7 @@ def test_optimised_logits_lower_the_loss(family: Family) -> None:
     if family.name in NO_TRUE_GRADIENT:
         pytest.skip("SparseMixer's backward is an estimator, not the gradient of its forward")
     model = family.build()
-    batch = token_batch()
+    batch = random_batch()
     config = BuildConfig(steps=3, learning_rate=1e-3)
     routers = find_routers(model)
     with freeze(model):
@@ -121,7 +119,7 @@ def test_optimised_logits_lower_the_loss(family: Family) -> None:
 @every_family
 def test_dense_gradients_reach_experts_that_were_not_chosen(family: Family) -> None:
     model = family.build()
-    batch = token_batch()
+    batch = random_batch()
     routers = find_routers(model)
     start = BuildConfig(steps=0)
     dense = BuildConfig(steps=1, learning_rate=1.0, gradient="dense")
