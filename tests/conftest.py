@@ -1,4 +1,4 @@
-"""What many tests need: a tokenizer whose words are token ids, small models, texts."""
+"""Fixtures of several packages: small models, their tokenizers and memories, files for commands."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
-    # Triton makes kernels for its interpreter or not when they are defined: asked for before
+    # Triton decides when a kernel is defined whether its interpreter runs it: set this before
     # transformers imports it.
     os.environ["TRITON_INTERPRET"] = "1"
 
@@ -27,8 +27,8 @@ from knn_moe.bench.models import number_tokenizer
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
-    """Several add in any order, so that the same work done twice differs in its last digits; and
-    on a busy machine they wait for each other much longer than these tests work."""
+    """Several threads add in any order, so that results differ in their last digits; and on a busy
+    machine they wait for each other longer than these tests work."""
     torch.set_num_threads(1)
 
 
@@ -38,29 +38,32 @@ def _deterministic() -> None:
 
 
 @pytest.fixture(scope="session")
-def tokenizer() -> PreTrainedTokenizerFast:
+def zoo_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer whose words are token ids, for every model of the zoo."""
     return number_tokenizer(VOCABULARY)
 
 
 @pytest.fixture
-def model() -> PreTrainedModel:
+def zoo_olmoe() -> PreTrainedModel:
+    """The OLMoE of the zoo, with random weights; a new one for each test."""
     return family("olmoe")
 
 
 @pytest.fixture(scope="session")
-def memory(tokenizer: object) -> RoutingMemory:
-    """Of TEXTS, for the OLMoE of the zoo."""
-    return build_memory(family("olmoe"), tokenizer, TEXTS, BUILD)
+def zoo_memory(zoo_tokenizer: object) -> RoutingMemory:
+    """A memory of TEXTS for `zoo_olmoe`."""
+    return build_memory(family("olmoe"), zoo_tokenizer, TEXTS, BUILD)
 
 
 @pytest.fixture
-def prompt(tokenizer: Callable[..., dict[str, list[int]]]) -> torch.Tensor:
-    return encode(tokenizer, make_texts(1, seed=5, shortest=9, longest=9)[0])
+def prompt(zoo_tokenizer: Callable[..., dict[str, list[int]]]) -> torch.Tensor:
+    """Nine tokens for a model of the zoo. Shape [1, 9]."""
+    return encode(zoo_tokenizer, make_texts(1, seed=5, shortest=9, longest=9)[0])
 
 
 @pytest.fixture(scope="module")
 def tiny_olmoe() -> PreTrainedModel:
-    """The embedded OLMoE, which is trained; of another one `helpers.tiny.trained`."""
+    """The embedded OLMoE, which is trained. `helpers.tiny.trained` loads the others."""
     return trained("tiny-olmoe")
 
 
@@ -97,6 +100,22 @@ def saved_memory(
 
 @pytest.fixture
 def compiled_state() -> Iterator[None]:
+    """Forget compiled graphs before and after the test."""
     torch.compiler.reset()
     yield
     torch.compiler.reset()
+
+
+@pytest.fixture
+def model(zoo_olmoe: PreTrainedModel) -> PreTrainedModel:
+    return zoo_olmoe
+
+
+@pytest.fixture(scope="session")
+def tokenizer(zoo_tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    return zoo_tokenizer
+
+
+@pytest.fixture(scope="session")
+def memory(zoo_memory: RoutingMemory) -> RoutingMemory:
+    return zoo_memory

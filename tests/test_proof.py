@@ -79,13 +79,13 @@ def texts(rows: list[list[int]]) -> list[str]:
 
 @pytest.fixture(scope="module", params=[1, 3], ids=["S=1", "S=3"])
 def pair(
-    request: pytest.FixtureRequest, trained: PreTrainedModel, tokenizer: object
+    request: pytest.FixtureRequest, trained: PreTrainedModel, zoo_tokenizer: object
 ) -> tuple[RoutingMemory, dict[int, ReferenceLayer]]:
     reference = sequences(5, seed=100)
     reference[1] = reference[1][:9]  # unequal lengths: the library pads, the reference does not
     steps = request.param
     config = BuildConfig(steps=steps, learning_rate=0.5)
-    memory = build_memory(trained, tokenizer, texts(reference), config)
+    memory = build_memory(trained, zoo_tokenizer, texts(reference), config)
     return memory, build_reference(trained, reference, steps, 0.5)
 
 
@@ -102,9 +102,11 @@ def test_keys_values_and_gamma(
     assert memory.provenance.example.tolist() == slow[0].sequence
 
 
-def test_a_shared_template_leaves_gamma_alone(trained: PreTrainedModel, tokenizer: object) -> None:
+def test_a_shared_template_leaves_gamma_alone(
+    trained: PreTrainedModel, zoo_tokenizer: object
+) -> None:
     reference = [[5, 7, 5, 9, *row] for row in sequences(4, seed=200)]
-    memory = build_memory(trained, tokenizer, texts(reference), BuildConfig(steps=0))
+    memory = build_memory(trained, zoo_tokenizer, texts(reference), BuildConfig(steps=0))
     for index, expected in build_reference(trained, reference, 0, 1.0).items():
         assert memory.layers[index].gamma == pytest.approx(expected.gamma, rel=1e-5)
 

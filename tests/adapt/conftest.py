@@ -23,15 +23,15 @@ def olmoe() -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def sayings_memory(olmoe: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> RoutingMemory:
+def sayings_memory(olmoe: PreTrainedModel, zoo_tokenizer: PreTrainedTokenizerFast) -> RoutingMemory:
     """A memory of 40 sayings."""
-    return build_memory(olmoe, tokenizer, sayings(40), MOVED)
+    return build_memory(olmoe, zoo_tokenizer, sayings(40), MOVED)
 
 
 @pytest.fixture(scope="module")
-def small_memory(olmoe: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> RoutingMemory:
+def small_memory(olmoe: PreTrainedModel, zoo_tokenizer: PreTrainedTokenizerFast) -> RoutingMemory:
     """A memory of 24 sayings, meant to be used with K = 4 and a wide kernel."""
-    built = build_memory(olmoe, tokenizer, sayings(24), MOVED)
+    built = build_memory(olmoe, zoo_tokenizer, sayings(24), MOVED)
     routing = RoutingConfig(k=4, gamma_scale=0.5)
     return replace(built, manifest=replace(built.manifest, routing=routing))
 
@@ -45,13 +45,13 @@ def calibration(olmoe: PreTrainedModel, sayings_memory: RoutingMemory) -> Calibr
 @pytest.fixture(scope="module")
 def olmoe_folder(
     olmoe: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
+    zoo_tokenizer: PreTrainedTokenizerFast,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
     """`olmoe` and its tokenizer on disk."""
     folder = tmp_path_factory.mktemp("models") / "olmoe"
     olmoe.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    zoo_tokenizer.save_pretrained(folder)
     return folder
 
 

@@ -38,7 +38,7 @@ def owners_of(part: Part) -> list[int]:
 
 
 def test_a_candidate_s_loss_is_that_of_a_memory_built_so(
-    olmoe: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, sayings_memory: RoutingMemory
+    olmoe: PreTrainedModel, zoo_tokenizer: PreTrainedTokenizerFast, sayings_memory: RoutingMemory
 ) -> None:
     batches = list(sayings_memory.reference_tokens().batches(1024))
     tried = choose_targets(olmoe, find_routers(olmoe), batches, BUILD)
@@ -48,7 +48,7 @@ def test_a_candidate_s_loss_is_that_of_a_memory_built_so(
     assert found == {(*path, steps) for path in paths for steps in (1, 5)}
     baseline = Baseline.of(olmoe, batches)
     for candidate in (min(tried, key=lambda one: one.loss), tried[-1]):
-        built = build_memory(olmoe, tokenizer, sayings(40), candidate.apply(BUILD))
+        built = build_memory(olmoe, zoo_tokenizer, sayings(40), candidate.apply(BUILD))
         judged = [
             judge(
                 olmoe,
@@ -63,10 +63,10 @@ def test_a_candidate_s_loss_is_that_of_a_memory_built_so(
 
 
 def test_where_experts_cannot_all_be_run_sparse_gradients_are_tried_at_every_rate(
-    tokenizer: PreTrainedTokenizerFast,
+    zoo_tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     model = family("llama4_text")
-    memory = build_memory(model, tokenizer, sayings(24), BUILD)
+    memory = build_memory(model, zoo_tokenizer, sayings(24), BUILD)
     batches = list(memory.reference_tokens().batches(256))
     tried = choose_targets(model, find_routers(model), batches, BUILD)
     found = {(one.gradient, one.learning_rate, one.steps) for one in tried}
@@ -89,7 +89,7 @@ def test_dense_targets_go_first_where_values_will_be_trained(
 
 def test_a_memory_that_chooses_everything_without_the_examples_that_judge(
     olmoe: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
+    zoo_tokenizer: PreTrainedTokenizerFast,
     sayings_memory: RoutingMemory,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -103,7 +103,9 @@ def test_a_memory_that_chooses_everything_without_the_examples_that_judge(
 
     monkeypatch.setattr("knn_moe.adapt.calibrate.build_calibrated.choose_targets", watch)
     folder, config = tmp_path / "memory", replace(BUILD, batch_tokens=1024)
-    memory, found = build_calibrated(olmoe, tokenizer, sayings(40), config, QUICK, folder=folder)
+    memory, found = build_calibrated(
+        olmoe, zoo_tokenizer, sayings(40), config, QUICK, folder=folder
+    )
     parts = split(sayings_memory.reference_tokens(), QUICK)
     assert not seen & {*owners_of(parts.choose), *owners_of(parts.judge)}
     assert seen <= set(owners_of(parts.fit))
@@ -115,7 +117,7 @@ def test_a_memory_that_chooses_everything_without_the_examples_that_judge(
     assert again.manifest.calibration == json.loads(json.dumps(found.report()))
     assert again.layers[0].values.equal(found.apply(memory).full_layers()[0].values)
     with pytest.raises(CalibrationError, match="there are 5"):
-        build_calibrated(olmoe, tokenizer, sayings(5), BUILD, QUICK, folder=tmp_path / "few")
+        build_calibrated(olmoe, zoo_tokenizer, sayings(5), BUILD, QUICK, folder=tmp_path / "few")
     assert not list(tmp_path.glob("*few*"))
 
 

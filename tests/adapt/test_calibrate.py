@@ -46,18 +46,18 @@ from knn_moe.support.progress import Progress
 
 def test_it_helps_on_unseen_text(
     olmoe: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
+    zoo_tokenizer: PreTrainedTokenizerFast,
     sayings_memory: RoutingMemory,
     calibration: Calibration,
 ) -> None:
     unseen = sayings(76)[40:]
-    alone = mean_loss(olmoe, tokenizer, unseen)
+    alone = mean_loss(olmoe, zoo_tokenizer, unseen)
     with attach(olmoe, sayings_memory):
-        uncalibrated = mean_loss(olmoe, tokenizer, unseen)
+        uncalibrated = mean_loss(olmoe, zoo_tokenizer, unseen)
     with attach(olmoe, sayings_memory, calibration.routing):
-        routed = mean_loss(olmoe, tokenizer, unseen)
+        routed = mean_loss(olmoe, zoo_tokenizer, unseen)
     with attach(olmoe, calibration.apply(sayings_memory)):
-        calibrated = mean_loss(olmoe, tokenizer, unseen)
+        calibrated = mean_loss(olmoe, zoo_tokenizer, unseen)
     assert calibration.helps
     assert calibration.values is not None
     assert max(calibrated, routed) < uncalibrated < alone
@@ -67,12 +67,12 @@ def test_it_helps_on_unseen_text(
 
 def test_it_is_deterministic_also_in_inference_mode_and_with_the_examples_given(
     olmoe: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
+    zoo_tokenizer: PreTrainedTokenizerFast,
     sayings_memory: RoutingMemory,
     calibration: Calibration,
 ) -> None:
     with torch.inference_mode():
-        again = calibrate(olmoe, sayings_memory, sayings(40), QUICK, tokenizer=tokenizer)
+        again = calibrate(olmoe, sayings_memory, sayings(40), QUICK, tokenizer=zoo_tokenizer)
     assert again.routing == calibration.routing
     assert again.judgement == calibration.judgement
     assert all(again.values[layer].equal(values) for layer, values in calibration.values.items())
@@ -81,7 +81,7 @@ def test_it_is_deterministic_also_in_inference_mode_and_with_the_examples_given(
 
 
 def test_a_memory_that_misleads_is_turned_off(
-    olmoe: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, sayings_memory: RoutingMemory
+    olmoe: PreTrainedModel, zoo_tokenizer: PreTrainedTokenizerFast, sayings_memory: RoutingMemory
 ) -> None:
     """Values are as far on the wrong side of the router's own as they were on the right one."""
     layers = {}
@@ -91,7 +91,7 @@ def test_a_memory_that_misleads_is_turned_off(
         layers[router.layer] = replace(layer, values=2 * own - layer.values)
     off = calibrate(olmoe, replace(sayings_memory, layers=layers, folder=None), config=QUICK)
     assert not off.helps
-    ids = encode(tokenizer, sayings(50)[-1])
+    ids = encode(zoo_tokenizer, sayings(50)[-1])
     with torch.no_grad():
         expected = olmoe(ids).logits
         with attach(olmoe, sayings_memory, off.routing) as routing:
@@ -111,10 +111,10 @@ def test_an_example_never_recalls_itself(
 
 
 def test_identical_examples_are_in_one_part(
-    olmoe: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
+    olmoe: PreTrainedModel, zoo_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     texts = sayings(40)
-    twice = build_memory(olmoe, tokenizer, [*texts, *texts], BUILD)
+    twice = build_memory(olmoe, zoo_tokenizer, [*texts, *texts], BUILD)
     assert len(owners(twice.provenance).unique()) == len(set(texts))
     parts = split(twice.reference_tokens(), QUICK)
     fit_part, choose, judge_part, held_out = (
@@ -129,19 +129,19 @@ def test_identical_examples_are_in_one_part(
 
 def test_what_cannot_be_calibrated(
     olmoe: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
+    zoo_tokenizer: PreTrainedTokenizerFast,
     sayings_memory: RoutingMemory,
     tmp_path: Path,
 ) -> None:
     with attach(olmoe, sayings_memory), pytest.raises(AttachError, match="memory attached"):
         calibrate(olmoe, sayings_memory, config=QUICK)
-    few = build_memory(olmoe, tokenizer, sayings(5), BUILD)
+    few = build_memory(olmoe, zoo_tokenizer, sayings(5), BUILD)
     with pytest.raises(CalibrationError, match="there are 5"):
         calibrate(olmoe, few)
-    one = build_memory(olmoe, tokenizer, sayings(1), BUILD)
+    one = build_memory(olmoe, zoo_tokenizer, sayings(1), BUILD)
     with pytest.raises(CalibrationError, match="no others to recall"):
-        calibrate(olmoe, one, sayings(40), QUICK, tokenizer=tokenizer)
-    words = build_memory(olmoe, tokenizer, [str(number) for number in range(3, 40)], BUILD)
+        calibrate(olmoe, one, sayings(40), QUICK, tokenizer=zoo_tokenizer)
+    words = build_memory(olmoe, zoo_tokenizer, [str(number) for number in range(3, 40)], BUILD)
     with pytest.raises(CalibrationError, match="6 examples with a token to predict, and one has 0"):
         calibrate(olmoe, words, config=QUICK)
     with pytest.raises(MemoryFormatError, match="has no keys"):
@@ -171,16 +171,16 @@ def test_only_the_layers_that_the_memory_is_used_on_by_force_for_another_model(
 
 
 def test_judging_is_what_attaching_does(
-    olmoe: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
+    olmoe: PreTrainedModel, zoo_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     """For examples that are not in the memory, where there is nothing to leave out."""
-    memory = build_memory(olmoe, tokenizer, make_texts(20), BUILD)
+    memory = build_memory(olmoe, zoo_tokenizer, make_texts(20), BUILD)
     widths = tuple(
         LayerRouting(layer=layer, gamma_scale=0.5, confidence_scale=0.2, confidence_factor=0.8)
         for layer in memory.layers
     )
     routing = RoutingConfig(k=3, per_layer=widths)
-    others = build_memory(olmoe, tokenizer, make_texts(24, seed=1), BUILD)
+    others = build_memory(olmoe, zoo_tokenizer, make_texts(24, seed=1), BUILD)
     batches = list(split(others.reference_tokens(), QUICK).judge.batches(64))
     judged = judge(olmoe, open_cases(olmoe, memory), Baseline.of(olmoe, batches), routing)
     with torch.no_grad(), attach(olmoe, memory, routing) as attached:
@@ -274,10 +274,10 @@ def test_values_descend_the_loss_of_the_tokens_that_recall_them(
     assert cases[0].values.equal(sayings_memory.full_layers()[0].values)
 
 
-def test_values_are_trained_through_all_experts(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_values_are_trained_through_all_experts(zoo_tokenizer: PreTrainedTokenizerFast) -> None:
     """Where chosen experts' weights sum to one, the sparse gradient of all other logits is 0."""
     model = family("qwen3_moe")
-    memory = build_memory(model, tokenizer, make_texts(30), BUILD)
+    memory = build_memory(model, zoo_tokenizer, make_texts(30), BUILD)
     cases = open_cases(model, memory)
     data = look_up(model, memory, cases)
     widths = tuple(LayerRouting(layer=each.router.layer, confidence_factor=0.9) for each in cases)
@@ -309,7 +309,7 @@ def test_a_config_out_of_range(field: str, value: object) -> None:
 
 def test_compressing_keeps_a_calibration_and_merging_forgets_it(
     olmoe: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
+    zoo_tokenizer: PreTrainedTokenizerFast,
     sayings_memory: RoutingMemory,
     calibration: Calibration,
     tmp_path: Path,
@@ -327,7 +327,7 @@ def test_compressing_keeps_a_calibration_and_merging_forgets_it(
     assert confidences[1] == pytest.approx(confidences[0], abs=0.05)
     for examples in (None, sayings(40)):
         with pytest.raises(CalibrationError, match="trained on its own examples"):
-            calibrate(olmoe, calibrated, examples, QUICK, tokenizer=tokenizer)
+            calibrate(olmoe, calibrated, examples, QUICK, tokenizer=zoo_tokenizer)
     with pytest.raises(ConfigError, match="those to drop included"):
         calibrated.without([0])
     merged = sayings_memory.merge(calibrated)
@@ -392,7 +392,7 @@ def test_values_may_stay(olmoe: PreTrainedModel, sayings_memory: RoutingMemory) 
 def test_values_are_trained_by_the_build_s_gradient_and_every_step_is_reported(
     gradient: str,
     olmoe: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
+    zoo_tokenizer: PreTrainedTokenizerFast,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     used: list[str] = []
@@ -404,7 +404,7 @@ def test_values_are_trained_by_the_build_s_gradient_and_every_step_is_reported(
 
     monkeypatch.setattr("knn_moe.adapt.calibrate.trials.train_values", watch)
     config = replace(BUILD, gradient=gradient, steps=5, learning_rate=20.0)
-    memory = build_memory(olmoe, tokenizer, sayings(40), config)
+    memory = build_memory(olmoe, zoo_tokenizer, sayings(40), config)
     found = calibrate(olmoe, memory, config=QUICK, on_progress=steps.append)
     assert set(used) == {gradient}
     assert len(used) == 1 + found.values_trained

@@ -25,16 +25,16 @@ from knn_moe.reference.splits import split
 
 
 def test_a_head_helps_on_unseen_text(
-    olmoe: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, sayings_memory: RoutingMemory
+    olmoe: PreTrainedModel, zoo_tokenizer: PreTrainedTokenizerFast, sayings_memory: RoutingMemory
 ) -> None:
     chosen = calibrate(olmoe, sayings_memory, config=replace(QUICK, head=True))
     unseen = sayings(76)[40:]
-    alone = mean_loss(olmoe, tokenizer, unseen)
+    alone = mean_loss(olmoe, zoo_tokenizer, unseen)
     calibrated = chosen.apply(sayings_memory)
     with attach(olmoe, calibrated):
-        both = mean_loss(olmoe, tokenizer, unseen)
+        both = mean_loss(olmoe, zoo_tokenizer, unseen)
     with attach(olmoe, calibrated, replace(calibrated.routing, head=None)):
-        routed = mean_loss(olmoe, tokenizer, unseen)
+        routed = mean_loss(olmoe, zoo_tokenizer, unseen)
     assert both < routed < alone
     head = chosen.head
     assert head is not None
@@ -73,11 +73,11 @@ def test_the_likeliest_head_is_found_and_useless_neighbours_have_no_weight() -> 
 
 @pytest.mark.parametrize("factor", [1.0, 4.0])
 def test_what_is_tried_is_what_attaching_gives(
-    factor: float, olmoe: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
+    factor: float, olmoe: PreTrainedModel, zoo_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     """With γ as found or given: the loss of one example, with the others attached. No two cases
     read the same tokens, so that there are no ties."""
-    memory = build_memory(olmoe, tokenizer, make_texts(30), BUILD)
+    memory = build_memory(olmoe, zoo_tokenizer, make_texts(30), BUILD)
     batch = next(split(memory.reference_tokens(), QUICK).judge.batches(1))
     given = None if factor == 1.0 else factor * max(layer.gamma for layer in memory.layers.values())
     routing = replace(memory.routing, k=4, gamma=given)

@@ -42,32 +42,36 @@ from knn_moe.recall.neighbours import Widths
 
 
 @pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
+def uneven_model() -> PreTrainedModel:
     return uneven()
 
 
 @pytest.fixture(scope="module")
-def memory(tokenizer: object) -> RoutingMemory:
-    return build_memory(uneven(), tokenizer, MANY, BUILD)
+def uneven_memory(zoo_tokenizer: object) -> RoutingMemory:
+    return build_memory(uneven(), zoo_tokenizer, MANY, BUILD)
 
 
 @pytest.fixture(scope="module")
-def small(memory: RoutingMemory, tmp_path_factory: pytest.TempPathFactory) -> RoutingMemory:
-    return compress(memory, FAST, tmp_path_factory.mktemp("memories") / "small")
+def small(uneven_memory: RoutingMemory, tmp_path_factory: pytest.TempPathFactory) -> RoutingMemory:
+    return compress(uneven_memory, FAST, tmp_path_factory.mktemp("memories") / "small")
 
 
 @pytest.fixture(scope="module")
-def ids(tokenizer: Any) -> Tensor:
+def ids(zoo_tokenizer: Any) -> Tensor:
     texts = make_texts(6, seed=5, shortest=9, longest=9)
-    return torch.cat([encode(tokenizer, text) for text in texts])
+    return torch.cat([encode(zoo_tokenizer, text) for text in texts])
 
 
 @pytest.mark.parametrize(("kind", "times"), [("fast", 3.5), ("ivfpq", 3), ("faiss-flat", 1.6)])
-def test_it_is_smaller(kind: str, times: float, memory: RoutingMemory, tmp_path: Path) -> None:
+def test_it_is_smaller(
+    kind: str, times: float, uneven_memory: RoutingMemory, tmp_path: Path
+) -> None:
     keys = made_up_keys(2000, 256, seed=0, device=CPU, dtype=torch.float32)
     layer = LayerMemory(keys, torch.randn(2000, 64), gamma=1.0)
-    provenance = replace(memory.provenance, key=memory.provenance.key[:1].repeat(2000))
-    full = replace(memory, layers={0: layer}, provenance=provenance, folder=None)
+    provenance = replace(
+        uneven_memory.provenance, key=uneven_memory.provenance.key[:1].repeat(2000)
+    )
+    full = replace(uneven_memory, layers={0: layer}, provenance=provenance, folder=None)
     made = compress(full, kind, tmp_path / "made")
     assert len(made) == len(made.layers[0]) == 2000
     assert made.nbytes == made.layers[0].nbytes < full.nbytes / times
@@ -83,8 +87,8 @@ def test_it_is_smaller(kind: str, times: float, memory: RoutingMemory, tmp_path:
     assert made.layers[0].quality.recall > 0.3
 
 
-def test_opened_tensors_are_aligned(tmp_path: Path, memory: RoutingMemory) -> None:
-    odd = of_rows(memory, torch.arange(7))
+def test_opened_tensors_are_aligned(tmp_path: Path, uneven_memory: RoutingMemory) -> None:
+    odd = of_rows(uneven_memory, torch.arange(7))
     compress(odd, "ivfpq", tmp_path / "made")
     made = RoutingMemory.from_pretrained(tmp_path / "made")
     tensors = [*made.layers[0].tensors.values(), *vars(made.provenance).values()]
@@ -165,21 +169,25 @@ def test_one_that_is_not_whole_is_refused(
     ],
 )
 def test_what_it_was_not_made_for_is_refused(
-    asked: RoutingConfig, says: str, model: PreTrainedModel, small: RoutingMemory, ids: Tensor
+    asked: RoutingConfig,
+    says: str,
+    uneven_model: PreTrainedModel,
+    small: RoutingMemory,
+    ids: Tensor,
 ) -> None:
-    before = run(model, ids)[0]
+    before = run(uneven_model, ids)[0]
     with pytest.raises(ConfigError, match=says) as error:
-        attach(model, small, asked)
+        attach(uneven_model, small, asked)
     assert "ompress the full memory again" in str(error.value)
-    assert torch.equal(run(model, ids)[0], before)
+    assert torch.equal(run(uneven_model, ids)[0], before)
 
 
 def test_what_needs_keys_is_refused(
-    memory: RoutingMemory, small: RoutingMemory, tmp_path: Path
+    uneven_memory: RoutingMemory, small: RoutingMemory, tmp_path: Path
 ) -> None:
     wanted: list[Callable[[], object]] = [
-        lambda: small.merge(memory),
-        lambda: memory.merge(small, folder=tmp_path / "merged"),
+        lambda: small.merge(uneven_memory),
+        lambda: uneven_memory.merge(small, folder=tmp_path / "merged"),
         lambda: shuffle_values(small),
         lambda: compress(small, FAST, tmp_path / "again"),
     ]
@@ -189,32 +197,35 @@ def test_what_needs_keys_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_cannot_be_compressed(memory: RoutingMemory, tmp_path: Path) -> None:
+def test_what_cannot_be_compressed(uneven_memory: RoutingMemory, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="exact index is the keys themselves"):
-        compress(memory, IndexConfig(), tmp_path / "made")
+        compress(uneven_memory, IndexConfig(), tmp_path / "made")
     with pytest.raises(ConfigError, match="Unknown index 'hnsw'"):
-        compress(memory, "hnsw", tmp_path / "made")
-    layer, widths = memory.full_layers()[0], Widths(1.0, 1.0)
+        compress(uneven_memory, "hnsw", tmp_path / "made")
+    layer, widths = uneven_memory.full_layers()[0], Widths(1.0, 1.0)
     with pytest.raises(ConfigError, match="as some index"):
         compress_layer(layer, 1.0, widths, RoutingConfig(), CPU)
     with pytest.raises(MemoryFormatError, match="no keys to compress"):
-        compress(of_rows(memory, torch.arange(0)), FAST, tmp_path / "made")
+        compress(of_rows(uneven_memory, torch.arange(0)), FAST, tmp_path / "made")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_writing_over_something(
-    memory: RoutingMemory, small: RoutingMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    uneven_memory: RoutingMemory,
+    small: RoutingMemory,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = tmp_path / "memory"
-    memory.save_pretrained(folder)
+    uneven_memory.save_pretrained(folder)
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.tex").write_text("years of work")
     with monkeypatch.context() as patch:
         patch.setattr(module, "compress_layer", None)  # refused before any work
         with pytest.raises(MemoryFormatError, match="exists already"):
-            compress(memory, FAST, folder)
+            compress(uneven_memory, FAST, folder)
         with pytest.raises(MemoryFormatError, match="will not be overwritten"):
-            compress(memory, FAST, tmp_path / "thesis", overwrite=True)
+            compress(uneven_memory, FAST, tmp_path / "thesis", overwrite=True)
     with pytest.raises(MemoryFormatError, match="exists already"):
         small.save_pretrained(folder)
     itself = RoutingMemory.from_pretrained(folder)
@@ -229,7 +240,7 @@ def test_writing_over_something(
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_failure_midway_leaves_nothing_behind(
     error: type[BaseException],
-    memory: RoutingMemory,
+    uneven_memory: RoutingMemory,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -242,15 +253,15 @@ def test_a_failure_midway_leaves_nothing_behind(
 
     monkeypatch.setattr(module, "compress_layer", fail_second)
     with pytest.raises(error):
-        compress(memory, FAST, tmp_path / "made", on_layer=done.append)
+        compress(uneven_memory, FAST, tmp_path / "made", on_layer=done.append)
     assert done == [0]
     assert list(tmp_path.iterdir()) == []
     monkeypatch.undo()
-    memory.save_pretrained(tmp_path / "made")
+    uneven_memory.save_pretrained(tmp_path / "made")
     monkeypatch.setattr(module, "compress_layer", fail_second)
     done.clear()
     with pytest.raises(error):
-        compress(memory, FAST, tmp_path / "made", overwrite=True, on_layer=done.append)
+        compress(uneven_memory, FAST, tmp_path / "made", overwrite=True, on_layer=done.append)
     assert not RoutingMemory.from_pretrained(tmp_path / "made").compressed
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
 
@@ -309,24 +320,24 @@ def test_another_key_that_is_as_near_is_a_hit() -> None:
 
 
 def test_without_faiss(
-    model: PreTrainedModel,
-    memory: RoutingMemory,
+    uneven_model: PreTrainedModel,
+    uneven_memory: RoutingMemory,
     ids: Tensor,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kept = compress(memory, "ivfpq", tmp_path / "ivfpq")
+    kept = compress(uneven_memory, "ivfpq", tmp_path / "ivfpq")
     monkeypatch.setitem(sys.modules, "faiss", None)
     for config in (RoutingConfig(), RoutingConfig(index="fast")):
-        assert logits(model, memory, config, ids).isfinite().all()
-    made = compress(memory, FAST, tmp_path / "fast")
-    assert logits(model, made, None, ids).isfinite().all()
+        assert logits(uneven_model, uneven_memory, config, ids).isfinite().all()
+    made = compress(uneven_memory, FAST, tmp_path / "fast")
+    assert logits(uneven_model, made, None, ids).isfinite().all()
     assert RoutingMemory.from_pretrained(tmp_path / "ivfpq").nbytes == kept.nbytes
     wanted: list[Callable[[], object]] = [
-        lambda: attach(model, memory, RoutingConfig(index="ivfpq")),
-        lambda: attach(model, memory, RoutingConfig(index="faiss-flat")),
-        lambda: attach(model, kept),
-        lambda: compress(memory, "ivfpq", tmp_path / "again"),
+        lambda: attach(uneven_model, uneven_memory, RoutingConfig(index="ivfpq")),
+        lambda: attach(uneven_model, uneven_memory, RoutingConfig(index="faiss-flat")),
+        lambda: attach(uneven_model, kept),
+        lambda: compress(uneven_memory, "ivfpq", tmp_path / "again"),
     ]
     for work in wanted:
         with pytest.raises(MissingDependencyError, match="pip install faiss-cpu"):

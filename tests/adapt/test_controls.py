@@ -66,8 +66,8 @@ def first_cases(memory: RoutingMemory, count: int) -> RoutingMemory:
     return replace(memory, layers=layers, provenance=provenance)
 
 
-def test_one_permutation_of_the_values_and_nothing_else(memory: RoutingMemory) -> None:
-    known = distinct(memory)
+def test_one_permutation_of_the_values_and_nothing_else(zoo_memory: RoutingMemory) -> None:
+    known = distinct(zoo_memory)
     shuffled = shuffle_values(known)
     orders = [order_of(shuffled, known, index) for index in known.layers]
     assert len(orders) == 2
@@ -82,10 +82,10 @@ def test_one_permutation_of_the_values_and_nothing_else(memory: RoutingMemory) -
     assert shuffled.manifest is known.manifest
 
 
-def test_the_memory_it_was_made_from_stays(memory: RoutingMemory) -> None:
-    values = {index: layer.values.clone() for index, layer in memory.layers.items()}
-    shuffled = shuffle_values(memory)
-    for index, layer in memory.layers.items():
+def test_the_memory_it_was_made_from_stays(zoo_memory: RoutingMemory) -> None:
+    values = {index: layer.values.clone() for index, layer in zoo_memory.layers.items()}
+    shuffled = shuffle_values(zoo_memory)
+    for index, layer in zoo_memory.layers.items():
         assert torch.equal(layer.values, values[index])
         assert not torch.equal(shuffled.layers[index].values, values[index])
         assert torch.equal(
@@ -93,8 +93,8 @@ def test_the_memory_it_was_made_from_stays(memory: RoutingMemory) -> None:
         )
 
 
-def test_every_order_is_as_likely(memory: RoutingMemory) -> None:
-    known = distinct(first_cases(memory, 3))
+def test_every_order_is_as_likely(zoo_memory: RoutingMemory) -> None:
+    known = distinct(first_cases(zoo_memory, 3))
     found = Counter(tuple(order_of(shuffle_values(known, seed), known, 0)) for seed in range(600))
     assert len(found) == 6
     assert all(65 <= count <= 135 for count in found.values())  # 100 expected
@@ -104,26 +104,26 @@ def test_every_order_is_as_likely(memory: RoutingMemory) -> None:
 
 
 def test_opened_attached_and_saved(
-    model: PreTrainedModel, memory: RoutingMemory, prompt: torch.Tensor, tmp_path: Path
+    zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, prompt: torch.Tensor, tmp_path: Path
 ) -> None:
-    memory.save_pretrained(tmp_path / "memory")
+    zoo_memory.save_pretrained(tmp_path / "memory")
     opened = RoutingMemory.from_pretrained(tmp_path / "memory")  # memory-mapped
     shuffled = shuffle_values(opened)
     assert shuffled.folder is None
     outputs = []
     for one in (None, opened, shuffled):
         if one is None:
-            outputs.append(model(prompt, use_cache=False).logits)
+            outputs.append(zoo_olmoe(prompt, use_cache=False).logits)
         else:
-            with attach(model, one):
-                outputs.append(model(prompt, use_cache=False).logits)
+            with attach(zoo_olmoe, one):
+                outputs.append(zoo_olmoe(prompt, use_cache=False).logits)
     base, real, control = outputs
     assert not torch.equal(control, base)
     assert not torch.equal(control, real)
     shuffled.save_pretrained(tmp_path / "control")
     again = RoutingMemory.from_pretrained(tmp_path / "control")
-    with attach(model, again):
-        assert torch.equal(model(prompt, use_cache=False).logits, control)
+    with attach(zoo_olmoe, again):
+        assert torch.equal(zoo_olmoe(prompt, use_cache=False).logits, control)
 
 
 @dataclass(frozen=True)
@@ -248,29 +248,29 @@ def test_own_logits_are_what_a_build_of_no_steps_remembers(tried: Tried) -> None
 
 
 def test_a_config_that_would_undo_a_control_is_refused(
-    model: PreTrainedModel, memory: RoutingMemory, prompt: torch.Tensor, tmp_path: Path
+    zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, prompt: torch.Tensor, tmp_path: Path
 ) -> None:
-    drawn = control(memory, "random", model)
+    drawn = control(zoo_memory, "random", zoo_olmoe)
     with pytest.raises(ConfigError, match=r"replace\(memory.routing"):
-        attach(model, drawn, RoutingConfig(k=3))
+        attach(zoo_olmoe, drawn, RoutingConfig(k=3))
     drawn.save_pretrained(tmp_path / "control")
     again = RoutingMemory.from_pretrained(tmp_path / "control")
     outputs = []
-    for one in (memory, drawn, again):
-        with attach(model, one, replace(one.routing, k=3)):
-            outputs.append(model(prompt, use_cache=False).logits)
+    for one in (zoo_memory, drawn, again):
+        with attach(zoo_olmoe, one, replace(one.routing, k=3)):
+            outputs.append(zoo_olmoe(prompt, use_cache=False).logits)
     assert torch.equal(outputs[1], outputs[2])
     assert not torch.equal(outputs[0], outputs[1])
 
 
-def test_controls_say_no_in_words(model: PreTrainedModel, memory: RoutingMemory) -> None:
+def test_controls_say_no_in_words(zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory) -> None:
     with pytest.raises(ConfigError, match=r"Unknown control 'shufled'. Did you mean 'shuffled'\?"):
-        control(memory, "shufled", model)
+        control(zoo_memory, "shufled", zoo_olmoe)
     with pytest.raises(ConfigError, match="asks the model's routers"):
-        control(memory, "own-logits")
+        control(zoo_memory, "own-logits")
     other = family("qwen3_moe")
     with pytest.raises(MemoryMismatchError, match="built for"):
-        control(memory, "own-logits", other)
+        control(zoo_memory, "own-logits", other)
     with pytest.raises(ConfigError, match="drawn must be a whole number"):
         RoutingConfig(drawn=-1)
 

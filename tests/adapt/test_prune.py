@@ -46,10 +46,12 @@ from knn_moe.routers.model_state import install_hooks
 
 
 @pytest.fixture(scope="module")
-def distinct_memory(olmoe: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> RoutingMemory:
+def distinct_memory(
+    olmoe: PreTrainedModel, zoo_tokenizer: PreTrainedTokenizerFast
+) -> RoutingMemory:
     """Of texts that repeat nothing, moved by one step: no two cases are equally near."""
     texts = [f"{number} {text}" for number, text in enumerate(make_texts(40), start=3)]
-    built = build_memory(olmoe, tokenizer, texts, replace(BUILD, learning_rate=1.0))
+    built = build_memory(olmoe, zoo_tokenizer, texts, replace(BUILD, learning_rate=1.0))
     routing = RoutingConfig(k=4, gamma_scale=0.5)
     return replace(built, manifest=replace(built.manifest, routing=routing))
 
@@ -168,7 +170,7 @@ def test_what_is_kept_is_as_it_was(
 
 
 def test_a_pruned_memory_helps_more_than_a_random_part(
-    olmoe: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, small_memory: RoutingMemory
+    olmoe: PreTrainedModel, zoo_tokenizer: PreTrainedTokenizerFast, small_memory: RoutingMemory
 ) -> None:
     unseen = sayings(60)[24:]
     generator = torch.Generator().manual_seed(0)
@@ -179,17 +181,17 @@ def test_a_pruned_memory_helps_more_than_a_random_part(
     losses = []
     for each in memories:
         with attach(olmoe, each):
-            losses.append(mean_loss(olmoe, tokenizer, unseen))
-    assert losses[0] < sum(losses[1:]) / 5 < mean_loss(olmoe, tokenizer, unseen)
+            losses.append(mean_loss(olmoe, zoo_tokenizer, unseen))
+    assert losses[0] < sum(losses[1:]) / 5 < mean_loss(olmoe, zoo_tokenizer, unseen)
 
 
 @pytest.mark.parametrize("by", ["loss", "chance"])
 def test_exact_repeats_go_first(
-    olmoe: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, by: str
+    olmoe: PreTrainedModel, zoo_tokenizer: PreTrainedTokenizerFast, by: str
 ) -> None:
     start = "3 14 15 92 65 35 89 79"
     texts = [f"{start} {text}" for text in make_texts(12, shortest=8, longest=8)]
-    built = build_memory(olmoe, tokenizer, texts, BUILD)
+    built = build_memory(olmoe, zoo_tokenizer, texts, BUILD)
     case = built.provenance.prefix_hash()
     distinct = len(case.unique())
     assert distinct <= 8 + 12 * 8 < len(built)
@@ -236,13 +238,13 @@ def test_a_share_out_of_range(small_memory: RoutingMemory, keep: float) -> None:
 
 def test_what_cannot_be_pruned(
     olmoe: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
+    zoo_tokenizer: PreTrainedTokenizerFast,
     small_memory: RoutingMemory,
     tmp_path: Path,
 ) -> None:
     with attach(olmoe, small_memory), pytest.raises(AttachError, match="memory attached"):
         prune(olmoe, small_memory)
-    one = build_memory(olmoe, tokenizer, sayings(1), BUILD)
+    one = build_memory(olmoe, zoo_tokenizer, sayings(1), BUILD)
     with pytest.raises(PruningError, match="one example only"):
         prune(olmoe, one)
     off = replace(small_memory.manifest, routing=RoutingConfig(confidence_factor=0.0))
@@ -265,9 +267,9 @@ def test_what_cannot_be_pruned(
 
 
 def test_a_memory_pruned_by_chance_is_calibrated_on_its_own_examples(
-    olmoe: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
+    olmoe: PreTrainedModel, zoo_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    built = build_memory(olmoe, tokenizer, sayings(60), replace(BUILD, learning_rate=20.0))
+    built = build_memory(olmoe, zoo_tokenizer, sayings(60), replace(BUILD, learning_rate=20.0))
     small = prune(None, built, 0.5, by="chance")
     quick = replace(QUICK, steps=4, value_rates=())
     found = calibrate(olmoe, small, config=quick)
@@ -276,7 +278,7 @@ def test_a_memory_pruned_by_chance_is_calibrated_on_its_own_examples(
 
 
 def test_a_memory_pruned_by_loss_is_not_judged_by_its_own_examples(
-    olmoe: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, small_memory: RoutingMemory
+    olmoe: PreTrainedModel, zoo_tokenizer: PreTrainedTokenizerFast, small_memory: RoutingMemory
 ) -> None:
     by_loss = prune(olmoe, small_memory, 0.5)
     by_both = prune(None, by_loss, 0.5, by="chance")
@@ -289,18 +291,18 @@ def test_a_memory_pruned_by_loss_is_not_judged_by_its_own_examples(
             calibrate(olmoe, refused)
     others = [text for text in sayings(90)[24:] if text not in sayings(24)]
     quick = replace(QUICK, steps=4, value_rates=())
-    calibrate(olmoe, by_loss, others, quick, tokenizer=tokenizer)
+    calibrate(olmoe, by_loss, others, quick, tokenizer=zoo_tokenizer)
 
 
 def test_a_dropped_token_of_a_completion_is_still_scored(
-    olmoe: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
+    olmoe: PreTrainedModel, zoo_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     texts = [(text[: len(text) // 2], text[len(text) // 2 :]) for text in make_texts(30)]
     examples = [Example(prompt, completion) for prompt, completion in texts]
     config = replace(BUILD, tokens="completion", max_length=7)
-    built = build_memory(olmoe, tokenizer, examples, config)
+    built = build_memory(olmoe, zoo_tokenizer, examples, config)
     scored = built.reference_tokens().scored
-    assert torch.equal(scored, reference_tokens(olmoe, tokenizer, examples, config).scored)
+    assert torch.equal(scored, reference_tokens(olmoe, zoo_tokenizer, examples, config).scored)
     small = prune(None, built, 0.5, by="chance")
     left = small.reference_tokens().scored
     assert not (left & ~scored).any()

@@ -42,11 +42,13 @@ def test_every_way_to_prune_is_measured_and_plotted(
     assert (out / "curve.svg").read_text() == plot
 
 
-def test_a_random_quarter_is_part_of_the_random_half(memory: RoutingMemory, tmp_path: Path) -> None:
-    memory.save_pretrained(tmp_path / "whole")
+def test_a_random_quarter_is_part_of_the_random_half(
+    zoo_memory: RoutingMemory, tmp_path: Path
+) -> None:
+    zoo_memory.save_pretrained(tmp_path / "whole")
     pruned = pruning_curve.PrunedMemories(None, tmp_path / "whole", 0)  # type: ignore[arg-type]
     half, quarter = (set(pruned.get("random", s).provenance.key.tolist()) for s in (0.5, 0.25))
-    assert len(half) == round(0.5 * len(memory))
+    assert len(half) == round(0.5 * len(zoo_memory))
     assert quarter < half
 
 

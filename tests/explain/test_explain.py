@@ -46,15 +46,15 @@ def router_inputs(model: PreTrainedModel, run: Callable[[], Explanation]) -> dic
 
 
 @pytest.mark.parametrize("name", ["olmoe", "qwen3_moe", "gpt_oss"])
-def test_equals_the_same_by_hand(name: str, tokenizer: Any, prompt: Tensor) -> None:
+def test_equals_the_same_by_hand(name: str, zoo_tokenizer: Any, prompt: Tensor) -> None:
     model = family(name)
-    memory = build_memory(model, tokenizer, TEXTS, BUILD)
+    memory = build_memory(model, zoo_tokenizer, TEXTS, BUILD)
     assert_no_near_ties(model, memory, prompt, RoutingConfig(k=K))
     told: list[Explanation] = []
     with attach(model, memory, RoutingConfig(k=K)) as routing:
 
         def run() -> Explanation:
-            told.append(routing.explain(prompt, tokenizer=tokenizer))
+            told.append(routing.explain(prompt, tokenizer=zoo_tokenizer))
             return told[0]
 
         inputs = router_inputs(model, run)
@@ -99,8 +99,8 @@ def test_equals_the_same_by_hand(name: str, tokenizer: Any, prompt: Tensor) -> N
 
 
 @pytest.fixture(scope="module")
-def many(tokenizer: Any) -> RoutingMemory:
-    return build_memory(uneven(), tokenizer, MANY, BUILD)
+def many(zoo_tokenizer: Any) -> RoutingMemory:
+    return build_memory(uneven(), zoo_tokenizer, MANY, BUILD)
 
 
 def assert_tells_what_was_counted(
@@ -160,9 +160,11 @@ def test_a_distance_of_one_is_usual(similarity: str, many: RoutingMemory, prompt
     assert first.distance == pytest.approx(told.tokens[0].cases[0].distance, rel=1e-3)
 
 
-def test_a_closed_gate(model: PreTrainedModel, memory: RoutingMemory, prompt: Tensor) -> None:
+def test_a_closed_gate(
+    zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, prompt: Tensor
+) -> None:
     config = RoutingConfig(k=K, gate="confidence", gate_share=1.0)
-    with attach(model, memory, config) as routing:
+    with attach(zoo_olmoe, zoo_memory, config) as routing:
         told = routing.explain(prompt)
     for token in told.tokens:
         assert (token.confidence, token.changed) == (0, 0)
@@ -170,14 +172,14 @@ def test_a_closed_gate(model: PreTrainedModel, memory: RoutingMemory, prompt: Te
 
 
 def test_layers_without_trust_are_left_out(
-    model: PreTrainedModel, memory: RoutingMemory, prompt: Tensor
+    zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, prompt: Tensor
 ) -> None:
     config = RoutingConfig(per_layer=(LayerRouting(layer=0, confidence_factor=0.0),))
-    told = assert_tells_what_was_counted(model, memory, config, prompt)
+    told = assert_tells_what_was_counted(zoo_olmoe, zoo_memory, config, prompt)
     assert told.layers == (1,)
     with pytest.raises(ConfigError, match=r"attached to layer 0. Attached are: \[1\]"):
         told.only([0])
-    with attach(model, memory, RoutingConfig(confidence_factor=0.0)) as routing:
+    with attach(zoo_olmoe, zoo_memory, RoutingConfig(confidence_factor=0.0)) as routing:
         silent = routing.explain(prompt)
     assert silent.layers == ()
     assert [token.cases for token in silent.tokens] == [()] * 9
@@ -188,19 +190,19 @@ def test_layers_without_trust_are_left_out(
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_is_left_out(
-    side: str, model: PreTrainedModel, memory: RoutingMemory, tokenizer: Any
+    side: str, zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, zoo_tokenizer: Any
 ) -> None:
     texts = make_texts(3, seed=11)
     assert len({len(text.split()) for text in texts}) > 1
-    tokenizer.padding_side = side
-    batch = tokenizer(texts, return_tensors="pt", padding=True)
+    zoo_tokenizer.padding_side = side
+    batch = zoo_tokenizer(texts, return_tensors="pt", padding=True)
     ids, mask = batch["input_ids"], batch["attention_mask"]
-    with attach(model, memory) as routing:
-        told = routing.explain(ids, mask, tokenizer=tokenizer)
+    with attach(zoo_olmoe, zoo_memory) as routing:
+        told = routing.explain(ids, mask, tokenizer=zoo_tokenizer)
         with torch.no_grad():
-            model(ids, attention_mask=mask, use_cache=False)
-        again = routing.explain(tokenizer=tokenizer)
-        alone = [routing.explain(text, tokenizer=tokenizer) for text in texts]
+            zoo_olmoe(ids, attention_mask=mask, use_cache=False)
+        again = routing.explain(tokenizer=zoo_tokenizer)
+        alone = [routing.explain(text, tokenizer=zoo_tokenizer) for text in texts]
         assert_same(told, again)
         for sequence, text, single in zip(told.sequences, texts, alone, strict=True):
             assert " ".join(str(token.id) for token in sequence) == text
@@ -213,20 +215,20 @@ def assert_same(one: Explanation, other: Explanation) -> None:
 
 
 def test_only_the_last_tokens(
-    model: PreTrainedModel, memory: RoutingMemory, prompt: Tensor, tokenizer: Any
+    zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, prompt: Tensor, zoo_tokenizer: Any
 ) -> None:
-    with attach(model, memory) as routing:
-        whole = routing.explain(prompt, tokenizer=tokenizer)
-        assert routing.explain(prompt, tokenizer=tokenizer, last=2).tokens == whole.tokens[-2:]
-        assert routing.explain(prompt[0], tokenizer=tokenizer, last=99).tokens == whole.tokens
+    with attach(zoo_olmoe, zoo_memory) as routing:
+        whole = routing.explain(prompt, tokenizer=zoo_tokenizer)
+        assert routing.explain(prompt, tokenizer=zoo_tokenizer, last=2).tokens == whole.tokens[-2:]
+        assert routing.explain(prompt[0], tokenizer=zoo_tokenizer, last=99).tokens == whole.tokens
         with pytest.raises(ConfigError, match="last must be at least 1, got 0"):
             routing.explain(prompt, last=0)
 
 
 def test_what_cannot_be_explained_is_told(
-    model: PreTrainedModel, memory: RoutingMemory, prompt: Tensor, tokenizer: Any
+    zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, prompt: Tensor, zoo_tokenizer: Any
 ) -> None:
-    with attach(model, memory) as routing:
+    with attach(zoo_olmoe, zoo_memory) as routing:
         for wrong, seen in ((prompt[None], r"\[1, 1, 9\]"), (prompt.float(), r"\[1, 9\]")):
             with pytest.raises(ConfigError, match=f"got {seen}"):
                 routing.explain(wrong)
@@ -235,7 +237,7 @@ def test_what_cannot_be_explained_is_told(
         with pytest.raises(ConfigError, match="needs its tokenizer"):
             routing.explain("3 4")
         with pytest.raises(ConfigError, match=r"got \[0\]"):
-            routing.explain("", tokenizer=tokenizer)
+            routing.explain("", tokenizer=zoo_tokenizer)
         with pytest.raises(ConfigError, match=r"shape \[1, 9\], got \[1, 8\]"):
             routing.explain(prompt, torch.ones(1, 8))
     with pytest.raises(AttachError, match="not attached"):
@@ -243,21 +245,21 @@ def test_what_cannot_be_explained_is_told(
 
 
 def test_a_failed_run_leaves_everything_as_it_was(
-    model: PreTrainedModel, memory: RoutingMemory, prompt: Tensor
+    zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, prompt: Tensor
 ) -> None:
     def fail(module: object, args: object) -> None:
         raise ValueError
 
-    with attach(model, memory) as routing, torch.no_grad():
-        before = model(prompt, use_cache=False).logits
+    with attach(zoo_olmoe, zoo_memory) as routing, torch.no_grad():
+        before = zoo_olmoe(prompt, use_cache=False).logits
         counted = routing.stats()
-        broken = model.lm_head.register_forward_pre_hook(fail)
+        broken = zoo_olmoe.lm_head.register_forward_pre_hook(fail)
         with pytest.raises(ValueError):  # noqa: PT011
             routing.explain()
         broken.remove()
         assert routing.stats() == counted
         assert len(routing.explain().tokens) == 9
-        assert torch.equal(model(prompt, use_cache=False).logits, before)
+        assert torch.equal(zoo_olmoe(prompt, use_cache=False).logits, before)
 
 
 # How it is told.
@@ -310,10 +312,10 @@ def test_nothing_found_is_said_and_is_json() -> None:
 
 
 def test_the_page_is_whole_and_loads_nothing(
-    model: PreTrainedModel, memory: RoutingMemory, prompt: Tensor, tokenizer: Any
+    zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, prompt: Tensor, zoo_tokenizer: Any
 ) -> None:
-    with attach(model, memory) as routing:
-        told = routing.explain(torch.cat([prompt, prompt.flip(1)]), tokenizer=tokenizer)
+    with attach(zoo_olmoe, zoo_memory) as routing:
+        told = routing.explain(torch.cat([prompt, prompt.flip(1)]), tokenizer=zoo_tokenizer)
     html = render_explanation(told, "a model", "a memory")
     parsed = Page(html)
     assert parsed.open == []
@@ -350,13 +352,13 @@ def test_hostile_text_stays_text() -> None:
     ] * 4
 
 
-def test_a_space_that_a_tokenizer_drops_is_kept(tokenizer: Any) -> None:
+def test_a_space_that_a_tokenizer_drops_is_kept(zoo_tokenizer: Any) -> None:
     """The fixture's tokenizer says "4" of the second token of "3 4", and " 4" is what was read."""
     model = family("olmoe")
-    memory = build_memory(model, tokenizer, ["3 4 5 6"], BUILD)
+    memory = build_memory(model, zoo_tokenizer, ["3 4 5 6"], BUILD)
     with attach(model, memory) as routing:
-        told = routing.explain(encode(tokenizer, "3 4 5"), tokenizer=tokenizer)
-        numbers = routing.explain(encode(tokenizer, "3 4 5"))
+        told = routing.explain(encode(zoo_tokenizer, "3 4 5"), tokenizer=zoo_tokenizer)
+        numbers = routing.explain(encode(zoo_tokenizer, "3 4 5"))
     assert [token.text for token in told.tokens] == ["3", " 4", " 5"]
     assert [token.text for token in numbers.tokens] == [" 3", " 4", " 5"]
     case = told.tokens[1].cases[0]

@@ -42,9 +42,9 @@ def experts(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
 
 
 @three_families
-def test_equals_the_same_by_hand(name: str, tokenizer: object, prompt: Tensor) -> None:
+def test_equals_the_same_by_hand(name: str, zoo_tokenizer: object, prompt: Tensor) -> None:
     model = family(name)
-    memory = build_memory(model, tokenizer, TEXTS, BUILD)
+    memory = build_memory(model, zoo_tokenizer, TEXTS, BUILD)
     base = experts(model, prompt)
     traced: dict[int, LayerTrace] = {}
     with attach(model, memory, RoutingConfig(k=3)) as routing:
@@ -76,11 +76,11 @@ def test_equals_the_same_by_hand(name: str, tokenizer: object, prompt: Tensor) -
 
 @three_families
 def test_a_text_of_the_reference_recalls_itself(
-    name: str, tokenizer: Callable[..., dict[str, list[int]]]
+    name: str, zoo_tokenizer: Callable[..., dict[str, list[int]]]
 ) -> None:
     model = family(name)
-    memory = build_memory(model, tokenizer, TEXTS, BUILD)
-    ids = encode(tokenizer, TEXTS[3])
+    memory = build_memory(model, zoo_tokenizer, TEXTS, BUILD)
+    ids = encode(zoo_tokenizer, TEXTS[3])
     with attach(model, memory) as routing:
         first = trace(model, routing, ids)[0]
     torch.testing.assert_close(first.squared_distance, torch.zeros_like(first.squared_distance))
@@ -94,10 +94,10 @@ def test_a_text_of_the_reference_recalls_itself(
 
 @pytest.mark.parametrize("similarity", ["rbf", "rbf-unit", "cosine"])
 def test_every_similarity(
-    similarity: str, model: PreTrainedModel, memory: RoutingMemory, prompt: Tensor
+    similarity: str, zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, prompt: Tensor
 ) -> None:
-    with attach(model, memory, RoutingConfig(k=4, similarity=similarity)) as routing:
-        traced = trace(model, routing, prompt)
+    with attach(zoo_olmoe, zoo_memory, RoutingConfig(k=4, similarity=similarity)) as routing:
+        traced = trace(zoo_olmoe, routing, prompt)
     for layer in traced.values():
         assert layer.rows.shape == layer.weight.shape == (9, 4)
         assert (layer.squared_distance.diff(dim=1) >= 0).all()
@@ -106,12 +106,12 @@ def test_every_similarity(
 
 
 def test_before_is_known_without_statistics(
-    model: PreTrainedModel, memory: RoutingMemory, prompt: Tensor
+    zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, prompt: Tensor
 ) -> None:
-    with attach(model, memory) as routing:
-        expected = trace(model, routing, prompt)
-    with attach(model, memory, replace(memory.routing, stats=False)) as routing:
-        silent = trace(model, routing, prompt)
+    with attach(zoo_olmoe, zoo_memory) as routing:
+        expected = trace(zoo_olmoe, routing, prompt)
+    with attach(zoo_olmoe, zoo_memory, replace(zoo_memory.routing, stats=False)) as routing:
+        silent = trace(zoo_olmoe, routing, prompt)
         assert routing.stats()[0].changed is None
     for index in expected:
         assert torch.equal(silent[index].before, expected[index].before)
@@ -133,13 +133,13 @@ def test_swapped_experts() -> None:
 
 
 def test_a_batch_is_its_rows_one_after_the_other(
-    model: PreTrainedModel, memory: RoutingMemory
+    zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory
 ) -> None:
     ids = torch.randint(3, 128, (3, 7))
-    assert_no_near_ties(model, memory, ids, RoutingConfig(k=2))
-    with attach(model, memory, RoutingConfig(k=2)) as routing:
-        together = trace(model, routing, ids)
-        alone = [trace(model, routing, row[None]) for row in ids]
+    assert_no_near_ties(zoo_olmoe, zoo_memory, ids, RoutingConfig(k=2))
+    with attach(zoo_olmoe, zoo_memory, RoutingConfig(k=2)) as routing:
+        together = trace(zoo_olmoe, routing, ids)
+        alone = [trace(zoo_olmoe, routing, row[None]) for row in ids]
     for index, layer in together.items():
         assert torch.equal(layer.rows, torch.cat([one[index].rows for one in alone]))
         torch.testing.assert_close(
@@ -151,34 +151,37 @@ def test_a_batch_is_its_rows_one_after_the_other(
 
 
 def test_tracing_leaves_the_model_as_it_was(
-    model: PreTrainedModel, memory: RoutingMemory, prompt: Tensor
+    zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, prompt: Tensor
 ) -> None:
-    with attach(model, memory) as routing:
-        before = model(prompt, use_cache=False).logits
-        trace(model, routing, prompt)
+    with attach(zoo_olmoe, zoo_memory) as routing:
+        before = zoo_olmoe(prompt, use_cache=False).logits
+        trace(zoo_olmoe, routing, prompt)
         assert all(hook.observer is None for hook in routing._hooks)
-        assert torch.equal(model(prompt, use_cache=False).logits, before)
+        assert torch.equal(zoo_olmoe(prompt, use_cache=False).logits, before)
         assert {layer.calls for layer in routing.stats().values()} == {3}
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_a_failed_run_leaves_no_observer(
-    error: type[BaseException], model: PreTrainedModel, memory: RoutingMemory, prompt: Tensor
+    error: type[BaseException],
+    zoo_olmoe: PreTrainedModel,
+    zoo_memory: RoutingMemory,
+    prompt: Tensor,
 ) -> None:
     def fail(module: object, args: object) -> None:
         raise error
 
-    with attach(model, memory) as routing:
-        broken = model.lm_head.register_forward_pre_hook(fail)
+    with attach(zoo_olmoe, zoo_memory) as routing:
+        broken = zoo_olmoe.lm_head.register_forward_pre_hook(fail)
         with pytest.raises(error):
-            trace(model, routing, prompt)
+            trace(zoo_olmoe, routing, prompt)
         assert all(hook.observer is None for hook in routing._hooks)
         broken.remove()
-        assert set(trace(model, routing, prompt)) == {0, 1}
+        assert set(trace(zoo_olmoe, routing, prompt)) == {0, 1}
 
 
 def test_a_compiled_model_is_traced_and_not_compiled_again(
-    model: PreTrainedModel, memory: RoutingMemory, prompt: Tensor, compiled_state: None
+    zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, prompt: Tensor, compiled_state: None
 ) -> None:
     compilations = []
 
@@ -186,9 +189,9 @@ def test_a_compiled_model_is_traced_and_not_compiled_again(
         compilations.append(graph)
         return graph.forward
 
-    compiled = torch.compile(model, backend=count, fullgraph=True)
-    with attach(model, memory, RoutingConfig(k=2)) as routing, torch.no_grad():
-        expected = trace(model, routing, prompt)
+    compiled = torch.compile(zoo_olmoe, backend=count, fullgraph=True)
+    with attach(zoo_olmoe, zoo_memory, RoutingConfig(k=2)) as routing, torch.no_grad():
+        expected = trace(zoo_olmoe, routing, prompt)
         compiled(prompt, use_cache=False)
         traced = trace(compiled, routing, prompt)
         compiled(prompt, use_cache=False)
@@ -200,40 +203,40 @@ def test_a_compiled_model_is_traced_and_not_compiled_again(
 
 
 def test_only_the_attached_layers(
-    model: PreTrainedModel, memory: RoutingMemory, prompt: Tensor
+    zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, prompt: Tensor
 ) -> None:
-    with attach(model, memory, RoutingConfig(layers=(1,))) as routing:
-        assert set(trace(model, routing, prompt)) == {1}
+    with attach(zoo_olmoe, zoo_memory, RoutingConfig(layers=(1,))) as routing:
+        assert set(trace(zoo_olmoe, routing, prompt)) == {1}
 
 
 def test_an_empty_memory_has_no_trace(
-    model: PreTrainedModel, memory: RoutingMemory, prompt: Tensor
+    zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, prompt: Tensor
 ) -> None:
     layers = {
         index: replace(layer, keys=layer.keys[:0], values=layer.values[:0])
-        for index, layer in memory.layers.items()
+        for index, layer in zoo_memory.layers.items()
     }
-    provenance = replace(memory.provenance, key=memory.provenance.key[:0])
-    with attach(model, replace(memory, layers=layers, provenance=provenance)) as routing:
-        assert trace(model, routing, prompt) == {}
+    provenance = replace(zoo_memory.provenance, key=zoo_memory.provenance.key[:0])
+    with attach(zoo_olmoe, replace(zoo_memory, layers=layers, provenance=provenance)) as routing:
+        assert trace(zoo_olmoe, routing, prompt) == {}
 
 
 def test_what_cannot_be_traced_is_told(
-    model: PreTrainedModel, memory: RoutingMemory, prompt: Tensor
+    zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, prompt: Tensor
 ) -> None:
-    with attach(model, memory) as routing:
+    with attach(zoo_olmoe, zoo_memory) as routing:
         with pytest.raises(ConfigError, match=r"got \[9\]"):
-            trace(model, routing, prompt[0])
+            trace(zoo_olmoe, routing, prompt[0])
         with pytest.raises(AttachError, match="the model that the memory is attached to"):
             trace(family("olmoe"), routing, prompt)
     with pytest.raises(AttachError, match="not attached"):
-        trace(model, routing, prompt)
+        trace(zoo_olmoe, routing, prompt)
 
 
-def test_in_bfloat16(tokenizer: object) -> None:
+def test_in_bfloat16(zoo_tokenizer: object) -> None:
     model = family("olmoe").to(torch.bfloat16)
-    memory = build_memory(model, tokenizer, TEXTS, BUILD)
-    ids = encode(tokenizer, make_texts(1, seed=8)[0])
+    memory = build_memory(model, zoo_tokenizer, TEXTS, BUILD)
+    ids = encode(zoo_tokenizer, make_texts(1, seed=8)[0])
     with attach(model, memory, RoutingConfig(k=2)) as routing:
         layer = trace(model, routing, ids)[0]
     assert layer.rows.dtype == layer.before.dtype == layer.after.dtype == torch.int64

@@ -36,11 +36,11 @@ def generate(model: PreTrainedModel, ids: torch.Tensor, **options: object) -> to
 @pytest.mark.parametrize("name", ["olmoe", "qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_generation_equals_repeated_full_passes(
-    name: str, cache: str, tokenizer: object, prompt: torch.Tensor
+    name: str, cache: str, zoo_tokenizer: object, prompt: torch.Tensor
 ) -> None:
     model = family(name)
     base = greedy_by_hand(model, prompt, 8)
-    with attach(model, build_memory(model, tokenizer, TEXTS, BUILD), RoutingConfig(k=2)):
+    with attach(model, build_memory(model, zoo_tokenizer, TEXTS, BUILD), RoutingConfig(k=2)):
         expected = greedy_by_hand(model, prompt, 8)
         assert torch.equal(generate(model, prompt, cache_implementation=cache), expected)
     assert not torch.equal(expected, base)
@@ -48,20 +48,20 @@ def test_generation_equals_repeated_full_passes(
 
 
 def test_sampling_and_beams(
-    model: PreTrainedModel, memory: RoutingMemory, prompt: torch.Tensor
+    zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, prompt: torch.Tensor
 ) -> None:
     def sample() -> torch.Tensor:
         torch.manual_seed(3)
-        return generate(model, prompt, do_sample=True, top_k=0)
+        return generate(zoo_olmoe, prompt, do_sample=True, top_k=0)
 
-    base, base_beams = sample(), generate(model, prompt, num_beams=3)
-    with attach(model, memory):
+    base, base_beams = sample(), generate(zoo_olmoe, prompt, num_beams=3)
+    with attach(zoo_olmoe, zoo_memory):
         with_memory = sample()
         assert torch.equal(with_memory, sample())
         assert not torch.equal(with_memory, base)
-        beams = generate(model, prompt, num_beams=3)
+        beams = generate(zoo_olmoe, prompt, num_beams=3)
         assert beams.shape == base_beams.shape
-        scores = [_likelihood(model, row) for row in (beams, generate(model, prompt))]
+        scores = [_likelihood(zoo_olmoe, row) for row in (beams, generate(zoo_olmoe, prompt))]
         assert scores[0] >= scores[1] - 1e-4  # a beam is at least as likely as the greedy path
 
 
@@ -73,11 +73,11 @@ def _likelihood(model: nn.Module, ids: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_padded_batch_is_its_rows_one_by_one(
-    side: str, model: PreTrainedModel, memory: RoutingMemory, tokenizer: object
+    side: str, zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, zoo_tokenizer: object
 ) -> None:
-    rows = [encode(tokenizer, text) for text in make_texts(3, seed=6)]
+    rows = [encode(zoo_tokenizer, text) for text in make_texts(3, seed=6)]
     for row in rows:
-        assert_no_near_ties(model, memory, row, RoutingConfig(k=3))
+        assert_no_near_ties(zoo_olmoe, zoo_memory, row, RoutingConfig(k=3))
     longest = max(row.shape[1] for row in rows)
     padded = torch.zeros(3, longest, dtype=torch.int64)
     mask = torch.zeros_like(padded)
@@ -85,21 +85,23 @@ def test_a_padded_batch_is_its_rows_one_by_one(
         place = slice(longest - row.shape[1], None) if side == "left" else slice(row.shape[1])
         padded[line, place] = row[0]
         mask[line, place] = 1
-    with attach(model, memory, RoutingConfig(k=3)) as routing:
-        together = model(padded, attention_mask=mask, use_cache=False).logits
+    with attach(zoo_olmoe, zoo_memory, RoutingConfig(k=3)) as routing:
+        together = zoo_olmoe(padded, attention_mask=mask, use_cache=False).logits
         in_batch = routing.stats()
         for line, row in enumerate(rows):
-            alone = model(row, use_cache=False).logits[0]
+            alone = zoo_olmoe(row, use_cache=False).logits[0]
             torch.testing.assert_close(
                 together[line][mask[line].bool()], alone, rtol=1e-4, atol=1e-4
             )
         if side == "left":
-            batched = generate(model, padded, attention_mask=mask)
+            batched = generate(zoo_olmoe, padded, attention_mask=mask)
             for line, row in enumerate(rows):
-                assert torch.equal(batched[line, longest:], generate(model, row)[0, row.shape[1] :])
-    with attach(model, memory, RoutingConfig(k=3)) as routing:
+                assert torch.equal(
+                    batched[line, longest:], generate(zoo_olmoe, row)[0, row.shape[1] :]
+                )
+    with attach(zoo_olmoe, zoo_memory, RoutingConfig(k=3)) as routing:
         for row in rows:
-            model(row, use_cache=False)
+            zoo_olmoe(row, use_cache=False)
         for layer, alone in routing.stats().items():
             assert in_batch[layer].tokens == alone.tokens == int(mask.sum())
             assert in_batch[layer].changed == alone.changed
@@ -108,59 +110,59 @@ def test_a_padded_batch_is_its_rows_one_by_one(
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_padding_is_not_counted_while_generating(
-    cache: str, model: PreTrainedModel, memory: RoutingMemory
+    cache: str, zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory
 ) -> None:
     ids = torch.randint(3, 128, (2, 6))
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
-    with attach(model, memory) as routing:
-        generate(model, ids, attention_mask=mask, max_new_tokens=3, cache_implementation=cache)
+    with attach(zoo_olmoe, zoo_memory) as routing:
+        generate(zoo_olmoe, ids, attention_mask=mask, max_new_tokens=3, cache_implementation=cache)
         # 8 real tokens in the prompt, then two more steps of two rows.
         assert {stats.tokens for stats in routing.stats().values()} == {8 + 4}
         assert {stats.calls for stats in routing.stats().values()} == {3}
 
 
 def test_stats_count_what_changed(
-    model: PreTrainedModel, memory: RoutingMemory, prompt: torch.Tensor
+    zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, prompt: torch.Tensor
 ) -> None:
-    base = model(prompt, output_router_logits=True, use_cache=False).router_logits
-    with attach(model, memory, RoutingConfig(layers=(0,))) as routing:
-        used = model(prompt, output_router_logits=True, use_cache=False).router_logits
+    base = zoo_olmoe(prompt, output_router_logits=True, use_cache=False).router_logits
+    with attach(zoo_olmoe, zoo_memory, RoutingConfig(layers=(0,))) as routing:
+        used = zoo_olmoe(prompt, output_router_logits=True, use_cache=False).router_logits
         stats = routing.stats()
     assert set(stats) == {0}
     before, after = (logits[0].topk(2).indices.sort().values for logits in (base, used))
     assert stats[0].changed == pytest.approx(float((before != after).any(dim=-1).float().mean()))
     assert 0 < stats[0].changed < 1
     assert 0 < stats[0].mean_confidence < 1
-    with attach(model, memory, RoutingConfig(stats=False)) as routing:
-        model(prompt, use_cache=False)
+    with attach(zoo_olmoe, zoo_memory, RoutingConfig(stats=False)) as routing:
+        zoo_olmoe(prompt, use_cache=False)
         assert routing.stats()[0].changed is None
 
 
 def test_recorded_router_logits_are_those_used(
-    model: PreTrainedModel, memory: RoutingMemory, prompt: torch.Tensor
+    zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, prompt: torch.Tensor
 ) -> None:
-    base = model(prompt, output_router_logits=True, use_cache=False)
-    with attach(model, memory):
-        recorded = model(prompt, output_router_logits=True, use_cache=False)
-        plain = model(prompt, use_cache=False)
+    base = zoo_olmoe(prompt, output_router_logits=True, use_cache=False)
+    with attach(zoo_olmoe, zoo_memory):
+        recorded = zoo_olmoe(prompt, output_router_logits=True, use_cache=False)
+        plain = zoo_olmoe(prompt, use_cache=False)
     assert torch.equal(recorded.logits, plain.logits)
     assert not torch.equal(recorded.router_logits[0], base.router_logits[0])
-    by_hand = _mixed_by_hand(memory, base.router_logits[0])
+    by_hand = _mixed_by_hand(zoo_memory, base.router_logits[0])
     torch.testing.assert_close(recorded.router_logits[0], by_hand)
 
 
 def test_each_layer_has_its_kernels(
-    model: PreTrainedModel, memory: RoutingMemory, prompt: torch.Tensor
+    zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, prompt: torch.Tensor
 ) -> None:
     """Weights, λ and its factor have a width each; a factor of 0 leaves a layer out."""
-    base = model(prompt, output_router_logits=True, use_cache=False).router_logits
+    base = zoo_olmoe(prompt, output_router_logits=True, use_cache=False).router_logits
     own = LayerRouting(layer=0, gamma_scale=2.0, confidence_scale=0.3, confidence_factor=0.8)
     config = RoutingConfig(k=3, confidence_factor=0.0, per_layer=(own,))
-    with attach(model, memory, config) as routing:
-        mixed = model(prompt, output_router_logits=True, use_cache=False).router_logits
+    with attach(zoo_olmoe, zoo_memory, config) as routing:
+        mixed = zoo_olmoe(prompt, output_router_logits=True, use_cache=False).router_logits
         assert list(routing.stats()) == [0]
-    x, layer = _router_inputs(), memory.layers[0]
+    x, layer = _router_inputs(), zoo_memory.layers[0]
     distance = torch.cdist(x.double(), layer.keys.double()).square()
     nearest, rows = torch.topk(distance, 3, dim=-1, largest=False)
     weight = torch.softmax(-2.0 * layer.gamma * nearest, dim=-1)
@@ -168,8 +170,8 @@ def test_each_layer_has_its_kernels(
     confidence_factor = 0.8 * torch.exp(-0.3 * layer.gamma * nearest).mean(dim=-1, keepdim=True)
     expected = (1 - confidence_factor) * base[0].double() + confidence_factor * proposal
     torch.testing.assert_close(mixed[0], expected.float())
-    with attach(model, memory, RoutingConfig(confidence_factor=0.0)):
-        silent = model(prompt, output_router_logits=True, use_cache=False).router_logits
+    with attach(zoo_olmoe, zoo_memory, RoutingConfig(confidence_factor=0.0)):
+        silent = zoo_olmoe(prompt, output_router_logits=True, use_cache=False).router_logits
     assert all(torch.equal(one, two) for one, two in zip(silent, base, strict=True))
 
 
@@ -198,10 +200,10 @@ def encode_prompt() -> torch.Tensor:
     return torch.tensor([[int(word) for word in text.split()]])
 
 
-def test_bfloat16(tokenizer: object, prompt: torch.Tensor) -> None:
+def test_bfloat16(zoo_tokenizer: object, prompt: torch.Tensor) -> None:
     model = family("olmoe").to(torch.bfloat16)
     base = model(prompt, use_cache=False).logits
-    memory = build_memory(model, tokenizer, TEXTS, BUILD)
+    memory = build_memory(model, zoo_tokenizer, TEXTS, BUILD)
     assert {layer.keys.dtype for layer in memory.layers.values()} == {torch.bfloat16}
     assert {layer.values.dtype for layer in memory.layers.values()} == {torch.float32}
     with attach(model, memory, RoutingConfig(gamma=1e30)):
@@ -215,15 +217,18 @@ def test_bfloat16(tokenizer: object, prompt: torch.Tensor) -> None:
 
 
 def test_compiled(
-    model: PreTrainedModel, memory: RoutingMemory, prompt: torch.Tensor, compiled_state: None
+    zoo_olmoe: PreTrainedModel,
+    zoo_memory: RoutingMemory,
+    prompt: torch.Tensor,
+    compiled_state: None,
 ) -> None:
-    assert_no_near_ties(model, memory, prompt, RoutingConfig(k=2))
+    assert_no_near_ties(zoo_olmoe, zoo_memory, prompt, RoutingConfig(k=2))
     with torch.no_grad():
-        base = model(prompt, use_cache=False).logits
-        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        base = zoo_olmoe(prompt, use_cache=False).logits
+        compiled = torch.compile(zoo_olmoe, backend="aot_eager", fullgraph=True)
         torch.testing.assert_close(compiled(prompt, use_cache=False).logits, base)
-        with attach(model, memory, RoutingConfig(k=2)) as routing:
-            expected = model(prompt, use_cache=False).logits
+        with attach(zoo_olmoe, zoo_memory, RoutingConfig(k=2)) as routing:
+            expected = zoo_olmoe(prompt, use_cache=False).logits
             tokens = routing.stats()[0].tokens
             for _ in range(3):
                 result = compiled(prompt, use_cache=False).logits
@@ -234,7 +239,10 @@ def test_compiled(
 
 
 def test_a_compiled_model_does_not_recompile_at_each_call(
-    model: PreTrainedModel, memory: RoutingMemory, prompt: torch.Tensor, compiled_state: None
+    zoo_olmoe: PreTrainedModel,
+    zoo_memory: RoutingMemory,
+    prompt: torch.Tensor,
+    compiled_state: None,
 ) -> None:
     compilations = []
 
@@ -242,8 +250,8 @@ def test_a_compiled_model_does_not_recompile_at_each_call(
         compilations.append(graph)
         return graph.forward
 
-    compiled = torch.compile(model, backend=count, fullgraph=True)
-    with attach(model, memory), torch.no_grad():
+    compiled = torch.compile(zoo_olmoe, backend=count, fullgraph=True)
+    with attach(zoo_olmoe, zoo_memory), torch.no_grad():
         for _ in range(3):
             compiled(prompt, use_cache=False)
         assert len(compilations) == 1
@@ -252,7 +260,7 @@ def test_a_compiled_model_does_not_recompile_at_each_call(
     assert len(compilations) == 2  # one for this length, one for any
 
 
-def test_a_peft_model(memory: RoutingMemory, prompt: torch.Tensor) -> None:
+def test_a_peft_model(zoo_memory: RoutingMemory, prompt: torch.Tensor) -> None:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(1)
@@ -266,7 +274,7 @@ def test_a_peft_model(memory: RoutingMemory, prompt: torch.Tensor) -> None:
     wrapped.eval()
     assert [router.layer for router in find_routers(wrapped)] == [0, 1]
     base = wrapped(prompt, use_cache=False).logits
-    with attach(wrapped, memory) as routing:
+    with attach(wrapped, zoo_memory) as routing:
         expected = greedy_by_hand(wrapped, prompt, 4)
         tokens = wrapped.generate(
             input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4,
@@ -278,20 +286,20 @@ def test_a_peft_model(memory: RoutingMemory, prompt: torch.Tensor) -> None:
     assert torch.equal(wrapped(prompt, use_cache=False).logits, base)
 
 
-def test_building_on_a_peft_model(tokenizer: object) -> None:
+def test_building_on_a_peft_model(zoo_tokenizer: object) -> None:
     from peft import LoraConfig, get_peft_model
 
     wrapped = get_peft_model(family("olmoe"), LoraConfig(r=4, target_modules=["q_proj"]))
     trainable = [name for name, p in wrapped.named_parameters() if p.requires_grad]
-    built = build_memory(wrapped, tokenizer, TEXTS, BUILD)
+    built = build_memory(wrapped, zoo_tokenizer, TEXTS, BUILD)
     assert [name for name, p in wrapped.named_parameters() if p.requires_grad] == trainable
-    plain = build_memory(family("olmoe"), tokenizer, TEXTS, BUILD)
+    plain = build_memory(family("olmoe"), zoo_tokenizer, TEXTS, BUILD)
     # An adapter that is still zero changes nothing.
     torch.testing.assert_close(built.layers[1].values, plain.layers[1].values)
 
 
 def test_offloaded_by_device_map(
-    tmp_path: Path, memory: RoutingMemory, tokenizer: object, prompt: torch.Tensor
+    tmp_path: Path, zoo_memory: RoutingMemory, zoo_tokenizer: object, prompt: torch.Tensor
 ) -> None:
     family("olmoe").save_pretrained(tmp_path / "model")
     whole = family("olmoe")
@@ -307,27 +315,27 @@ def test_offloaded_by_device_map(
         tmp_path / "model", device_map=places, offload_folder=tmp_path / "offload"
     )
     assert find_routers(model)[1].weight.is_meta
-    with attach(whole, memory), attach(model, memory):
+    with attach(whole, zoo_memory), attach(model, zoo_memory):
         torch.testing.assert_close(
             model(prompt, use_cache=False).logits, whole(prompt, use_cache=False).logits
         )
 
 
-def test_building_on_an_offloaded_model(tmp_path: Path, tokenizer: object) -> None:
+def test_building_on_an_offloaded_model(tmp_path: Path, zoo_tokenizer: object) -> None:
     family("olmoe").save_pretrained(tmp_path / "model")
     places = {"model.layers.1": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
     offloaded = {"model.embed_tokens": "disk", "model.layers.0": "disk", "lm_head": "disk"}
     model = AutoModelForCausalLM.from_pretrained(
         tmp_path / "model", device_map={**places, **offloaded}, offload_folder=tmp_path / "offload"
     )
-    built = build_memory(model, tokenizer, TEXTS, BUILD)
-    whole = build_memory(family("olmoe"), tokenizer, TEXTS, BUILD)
+    built = build_memory(model, zoo_tokenizer, TEXTS, BUILD)
+    whole = build_memory(family("olmoe"), zoo_tokenizer, TEXTS, BUILD)
     torch.testing.assert_close(built.layers[1].values, whole.layers[1].values)
     assert built.base_model.fingerprint == whole.base_model.fingerprint
 
 
 def test_several_threads_at_once(
-    model: PreTrainedModel, memory: RoutingMemory, prompt: torch.Tensor
+    zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, prompt: torch.Tensor
 ) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
@@ -335,10 +343,10 @@ def test_several_threads_at_once(
 
     def run(_: int) -> tuple[torch.Tensor, int]:
         with torch.no_grad():
-            logits = model(prompt, use_cache=False).logits
+            logits = zoo_olmoe(prompt, use_cache=False).logits
         return logits, _len_torch_function_stack()
 
-    with attach(model, memory, RoutingConfig(k=2)), ThreadPoolExecutor(4) as pool:
+    with attach(zoo_olmoe, zoo_memory, RoutingConfig(k=2)), ThreadPoolExecutor(4) as pool:
         expected, _ = run(0)
         for logits, modes in pool.map(run, range(40)):
             torch.testing.assert_close(logits, expected)
@@ -346,15 +354,15 @@ def test_several_threads_at_once(
 
 
 def test_chosen_layers_only(
-    model: PreTrainedModel, memory: RoutingMemory, prompt: torch.Tensor
+    zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, prompt: torch.Tensor
 ) -> None:
-    base = model(prompt, output_router_logits=True, use_cache=False).router_logits
-    with attach(model, memory, RoutingConfig(layers=(1,))):
-        mixed = model(prompt, output_router_logits=True, use_cache=False).router_logits
+    base = zoo_olmoe(prompt, output_router_logits=True, use_cache=False).router_logits
+    with attach(zoo_olmoe, zoo_memory, RoutingConfig(layers=(1,))):
+        mixed = zoo_olmoe(prompt, output_router_logits=True, use_cache=False).router_logits
     assert torch.equal(mixed[0], base[0])
     assert not torch.equal(mixed[1], base[1])
     with pytest.raises(ConfigError, match=r"no layer 7\. It has: \[0, 1\]"):
-        attach(model, memory, RoutingConfig(layers=(7,)))
+        attach(zoo_olmoe, zoo_memory, RoutingConfig(layers=(7,)))
     assert RoutingConfig(layers=(1, 1)).layers == (1,)
     for wrong in ((), 5, ("one",)):
         with pytest.raises(ConfigError, match="layers must name layers by number"):
@@ -363,29 +371,31 @@ def test_chosen_layers_only(
 
 @pytest.mark.parametrize("similarity", ["rbf", "rbf-unit", "cosine"])
 def test_every_similarity_has_an_effect(
-    similarity: str, model: PreTrainedModel, memory: RoutingMemory, prompt: torch.Tensor
+    similarity: str, zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, prompt: torch.Tensor
 ) -> None:
-    base = model(prompt, use_cache=False).logits
-    with attach(model, memory, RoutingConfig(similarity=similarity, k=4)) as routing:
-        logits = model(prompt, use_cache=False).logits
+    base = zoo_olmoe(prompt, use_cache=False).logits
+    with attach(zoo_olmoe, zoo_memory, RoutingConfig(similarity=similarity, k=4)) as routing:
+        logits = zoo_olmoe(prompt, use_cache=False).logits
         assert 0 < routing.stats()[0].mean_confidence <= 1
     assert logits.isfinite().all()
     assert not torch.equal(logits, base)
 
 
 def test_more_neighbours_than_cases(
-    model: PreTrainedModel, tokenizer: object, prompt: torch.Tensor
+    zoo_olmoe: PreTrainedModel, zoo_tokenizer: object, prompt: torch.Tensor
 ) -> None:
-    memory = build_memory(model, tokenizer, ["3 4 5"])
-    with attach(model, memory, RoutingConfig(k=50)):
-        assert model(prompt, use_cache=False).logits.isfinite().all()
+    memory = build_memory(zoo_olmoe, zoo_tokenizer, ["3 4 5"])
+    with attach(zoo_olmoe, memory, RoutingConfig(k=50)):
+        assert zoo_olmoe(prompt, use_cache=False).logits.isfinite().all()
 
 
-def test_two_models_at_once(memory: RoutingMemory, tokenizer: object, prompt: torch.Tensor) -> None:
+def test_two_models_at_once(
+    zoo_memory: RoutingMemory, zoo_tokenizer: object, prompt: torch.Tensor
+) -> None:
     one, other = family("olmoe"), family("gpt_oss")
-    second = build_memory(other, tokenizer, TEXTS, BUILD)
-    with attach(one, memory):
+    second = build_memory(other, zoo_tokenizer, TEXTS, BUILD)
+    with attach(one, zoo_memory):
         alone = one(prompt, use_cache=False).logits
-    with attach(one, memory), attach(other, second):
+    with attach(one, zoo_memory), attach(other, second):
         other(prompt, use_cache=False)
         assert torch.equal(one(prompt, use_cache=False).logits, alone)

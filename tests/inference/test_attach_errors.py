@@ -19,61 +19,61 @@ from knn_moe.errors import (
 )
 
 
-def test_attaching_twice_is_refused(model: PreTrainedModel, memory: RoutingMemory) -> None:
-    with attach(model, memory, RoutingConfig(layers=(0,))):
+def test_attaching_twice_is_refused(zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory) -> None:
+    with attach(zoo_olmoe, zoo_memory, RoutingConfig(layers=(0,))):
         for layers in ((0,), (1,), None):
             with pytest.raises(AttachError, match="Detach it first"):
-                attach(model, memory, RoutingConfig(layers=layers))
-    with attach(model, memory):
+                attach(zoo_olmoe, zoo_memory, RoutingConfig(layers=layers))
+    with attach(zoo_olmoe, zoo_memory):
         pass
 
 
 def test_an_error_in_the_block_still_detaches(
-    model: PreTrainedModel, memory: RoutingMemory, prompt: torch.Tensor
+    zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, prompt: torch.Tensor
 ) -> None:
-    base = model(prompt, use_cache=False).logits
-    with pytest.raises(ZeroDivisionError), attach(model, memory):
+    base = zoo_olmoe(prompt, use_cache=False).logits
+    with pytest.raises(ZeroDivisionError), attach(zoo_olmoe, zoo_memory):
         raise ZeroDivisionError
-    assert torch.equal(model(prompt, use_cache=False).logits, base)
+    assert torch.equal(zoo_olmoe(prompt, use_cache=False).logits, base)
 
 
 def test_an_error_inside_the_router_leaves_no_mode_behind(
-    model: PreTrainedModel, memory: RoutingMemory, prompt: torch.Tensor
+    zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, prompt: torch.Tensor
 ) -> None:
     from torch.overrides import _len_torch_function_stack
 
-    base = model(prompt, use_cache=False).logits
-    routing = attach(model, memory)
+    base = zoo_olmoe(prompt, use_cache=False).logits
+    routing = attach(zoo_olmoe, zoo_memory)
     routing._hooks[0].recall.index.keys = torch.zeros(3, 5)
     with pytest.raises(RuntimeError):
-        model(prompt, use_cache=False)
+        zoo_olmoe(prompt, use_cache=False)
     assert _len_torch_function_stack() == 0
     routing._remove()
-    assert torch.equal(model(prompt, use_cache=False).logits, base)
+    assert torch.equal(zoo_olmoe(prompt, use_cache=False).logits, base)
 
 
 def test_detaching_twice_is_harmless(
-    model: PreTrainedModel, memory: RoutingMemory, prompt: torch.Tensor
+    zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, prompt: torch.Tensor
 ) -> None:
-    routing = attach(model, memory)
-    model(prompt, use_cache=False)
+    routing = attach(zoo_olmoe, zoo_memory)
+    zoo_olmoe(prompt, use_cache=False)
     routing.detach()
     routing.detach()
     assert "detached" in repr(routing)
     assert routing.stats()[0].calls == 1
 
 
-def test_another_models_memory_is_refused_by_name(memory: RoutingMemory) -> None:
+def test_another_models_memory_is_refused_by_name(zoo_memory: RoutingMemory) -> None:
     other = family("olmoe")
     with torch.no_grad():
         find_routers(other)[0].weight.mul_(1.5)
     other.config._name_or_path = "somebody/elses-olmoe"
     with pytest.raises(MemoryMismatchError, match=r"OlmoeForCausalLM.*somebody/elses-olmoe"):
-        attach(other, memory)
-    with attach(other, memory, force=True):
+        attach(other, zoo_memory)
+    with attach(other, zoo_memory, force=True):
         pass
     with pytest.raises(MemoryMismatchError, match=r"32 → 8 .* 32 → 12"):
-        attach(family("longcat_flash"), memory, force=True)
+        attach(family("longcat_flash"), zoo_memory, force=True)
 
 
 @pytest.mark.parametrize(("name", "target"), [("hunyuan_v1_moe", "wg"), ("llama4_text", "router")])
@@ -98,46 +98,52 @@ class GoesAround(nn.Module):
 
 
 def test_a_router_that_is_never_called_is_told(
-    model: PreTrainedModel, memory: RoutingMemory, prompt: torch.Tensor
+    zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, prompt: torch.Tensor
 ) -> None:
-    model.model.layers[1].mlp = GoesAround(model.model.layers[1].mlp)
-    routing = attach(model, memory)
+    zoo_olmoe.model.layers[1].mlp = GoesAround(zoo_olmoe.model.layers[1].mlp)
+    routing = attach(zoo_olmoe, zoo_memory)
     with pytest.raises(RouterNotCalledError, match=r"model\.layers\.1\.mlp\.gate"):
-        model(prompt, use_cache=False)
+        zoo_olmoe(prompt, use_cache=False)
     assert "detached" in repr(routing)
 
 
 def test_a_router_that_is_never_called_is_told_of_compiled_models(
-    model: PreTrainedModel, memory: RoutingMemory, prompt: torch.Tensor, compiled_state: None
+    zoo_olmoe: PreTrainedModel,
+    zoo_memory: RoutingMemory,
+    prompt: torch.Tensor,
+    compiled_state: None,
 ) -> None:
-    model.model.layers[1].mlp = GoesAround(model.model.layers[1].mlp)
-    compiled = torch.compile(model, backend="eager")
-    with pytest.raises(RouterNotCalledError), attach(model, memory), torch.no_grad():
+    zoo_olmoe.model.layers[1].mlp = GoesAround(zoo_olmoe.model.layers[1].mlp)
+    compiled = torch.compile(zoo_olmoe, backend="eager")
+    with pytest.raises(RouterNotCalledError), attach(zoo_olmoe, zoo_memory), torch.no_grad():
         compiled(prompt, use_cache=False)
 
 
 def test_logits_from_a_fused_kernel_are_told(
-    model: PreTrainedModel, memory: RoutingMemory, prompt: torch.Tensor
+    zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, prompt: torch.Tensor
 ) -> None:
-    class Fused(type(model.model.layers[0].mlp.gate)):  # type: ignore[misc]
+    class Fused(type(zoo_olmoe.model.layers[0].mlp.gate)):  # type: ignore[misc]
         def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
             logits = hidden_states.reshape(-1, self.hidden_dim) @ self.weight.T
             weights, chosen = logits.softmax(dim=-1).topk(self.top_k, dim=-1)
             return logits, weights, chosen
 
-    model.model.layers[0].mlp.gate.__class__ = Fused
-    with pytest.raises(UnsupportedModelError, match="use_kernels=False"), attach(model, memory):
-        model(prompt, use_cache=False)
+    zoo_olmoe.model.layers[0].mlp.gate.__class__ = Fused
+    with (
+        pytest.raises(UnsupportedModelError, match="use_kernels=False"),
+        attach(zoo_olmoe, zoo_memory),
+    ):
+        zoo_olmoe(prompt, use_cache=False)
 
 
 def test_gpt_oss_in_mxfp4_is_intercepted_in_its_block(
-    tokenizer: object, prompt: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+    zoo_tokenizer: object, prompt: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The real block of transformers' MXFP4 path; only the GPU kernels it calls stand in."""
     from transformers.integrations import mxfp4
 
     model = family("gpt_oss")
-    memory = build_memory(model, tokenizer, TEXTS, BUILD)
+    memory = build_memory(model, zoo_tokenizer, TEXTS, BUILD)
     with attach(model, memory):
         expected = model(prompt, use_cache=False).logits
 

@@ -44,34 +44,34 @@ def hooks_of(model: PreTrainedModel) -> int:
     return sum("transformers" not in getattr(hook, "__module__", "") for hook in hooks)
 
 
-def test_counts_are_the_top_of_the_logits(model: PreTrainedModel, prompt: Tensor) -> None:
-    with count_experts(model) as counts:
-        output = model(prompt, use_cache=False, output_router_logits=True)
+def test_counts_are_the_top_of_the_logits(zoo_olmoe: PreTrainedModel, prompt: Tensor) -> None:
+    with count_experts(zoo_olmoe) as counts:
+        output = zoo_olmoe(prompt, use_cache=False, output_router_logits=True)
     shares = counts.shares()
     for layer, logits in enumerate(output.router_logits):
         chosen = logits.topk(2).indices.flatten().tolist()
         assert counts.counts[layer].tolist() == [chosen.count(expert) for expert in range(8)]
         assert shares[layer].sum() == pytest.approx(2)
-    assert hooks_of(model) == 0
+    assert hooks_of(zoo_olmoe) == 0
 
 
 @pytest.mark.parametrize("with_memory", [False, True])
 def test_the_load_is_transformers_own_loss(
     with_memory: bool,
-    model: PreTrainedModel,
-    memory: RoutingMemory,
+    zoo_olmoe: PreTrainedModel,
+    zoo_memory: RoutingMemory,
     batch: tuple[Tensor, Tensor],
 ) -> None:
     ids, mask = batch
-    alone = model(ids, attention_mask=mask, output_router_logits=True).aux_loss
-    routing = attach(model, memory, RoutingConfig(gamma_scale=0.1)) if with_memory else None
-    with router_load(model) as load:
-        assert hooks_of(model) > 0
-        padded = model(ids, attention_mask=mask, output_router_logits=True)
+    alone = zoo_olmoe(ids, attention_mask=mask, output_router_logits=True).aux_loss
+    routing = attach(zoo_olmoe, zoo_memory, RoutingConfig(gamma_scale=0.1)) if with_memory else None
+    with router_load(zoo_olmoe) as load:
+        assert hooks_of(zoo_olmoe) > 0
+        padded = zoo_olmoe(ids, attention_mask=mask, output_router_logits=True)
     assert load.tokens == 2 * int(mask.sum())
     assert load.loss() == pytest.approx(float(padded.aux_loss), rel=1e-6)
-    with router_load(model) as load:
-        whole = model(ids, output_router_logits=True)
+    with router_load(zoo_olmoe) as load:
+        whole = zoo_olmoe(ids, output_router_logits=True)
     assert load.tokens == 2 * ids.numel()
     assert load.loss() == pytest.approx(float(whole.aux_loss), rel=1e-6)
     assert load.loss() != pytest.approx(float(padded.aux_loss), rel=1e-3)
@@ -80,19 +80,22 @@ def test_the_load_is_transformers_own_loss(
     else:
         assert float(padded.aux_loss) != pytest.approx(float(alone), rel=1e-3)
         routing.detach()
-    assert hooks_of(model) == 0
+    assert hooks_of(zoo_olmoe) == 0
 
 
 @pytest.mark.parametrize("with_memory", [False, True])
 def test_batches_add_up(
-    with_memory: bool, model: PreTrainedModel, memory: RoutingMemory, batch: tuple[Tensor, Tensor]
+    with_memory: bool,
+    zoo_olmoe: PreTrainedModel,
+    zoo_memory: RoutingMemory,
+    batch: tuple[Tensor, Tensor],
 ) -> None:
     ids, mask = batch
     logits = []
-    routing = attach(model, memory, RoutingConfig(k=2)) if with_memory else None
-    with router_load(model) as load:
+    routing = attach(zoo_olmoe, zoo_memory, RoutingConfig(k=2)) if with_memory else None
+    with router_load(zoo_olmoe) as load:
         for rows in (slice(0, 1), slice(1, 3)):
-            output = model(ids[rows], attention_mask=mask[rows], output_router_logits=True)
+            output = zoo_olmoe(ids[rows], attention_mask=mask[rows], output_router_logits=True)
             logits.append(output.router_logits)
     if routing:
         routing.detach()
@@ -101,21 +104,21 @@ def test_batches_add_up(
 
 
 def test_the_load_outlives_a_memory_that_comes_and_goes(
-    model: PreTrainedModel, memory: RoutingMemory, prompt: Tensor
+    zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, prompt: Tensor
 ) -> None:
-    with router_load(model) as load:
-        first = model(prompt, output_router_logits=True).router_logits
-        with attach(model, memory):
-            second = model(prompt, output_router_logits=True).router_logits
+    with router_load(zoo_olmoe) as load:
+        first = zoo_olmoe(prompt, output_router_logits=True).router_logits
+        with attach(zoo_olmoe, zoo_memory):
+            second = zoo_olmoe(prompt, output_router_logits=True).router_logits
     layers = tuple(torch.cat(parts) for parts in zip(first, second, strict=True))
     assert load.loss() == pytest.approx(float(load_balancing_loss_func(layers, 8, 2)))
 
 
-def test_an_even_router_has_the_loss_top_k(model: PreTrainedModel, prompt: Tensor) -> None:
-    for router in find_routers(model):
+def test_an_even_router_has_the_loss_top_k(zoo_olmoe: PreTrainedModel, prompt: Tensor) -> None:
+    for router in find_routers(zoo_olmoe):
         torch.nn.init.zeros_(router.weight)
-    with router_load(model) as load:
-        model(prompt)
+    with router_load(zoo_olmoe) as load:
+        zoo_olmoe(prompt)
     assert load.loss() == pytest.approx(2)
 
 
@@ -136,14 +139,14 @@ def test_routers_that_keep_their_logits_are_refused(name: str) -> None:
     assert hooks_of(model) == 0
 
 
-def test_a_load_of_nothing_is_told(model: PreTrainedModel) -> None:
-    with router_load(model) as load, pytest.raises(ConfigError, match="inside router_load"):
+def test_a_load_of_nothing_is_told(zoo_olmoe: PreTrainedModel) -> None:
+    with router_load(zoo_olmoe) as load, pytest.raises(ConfigError, match="inside router_load"):
         load.loss()
 
 
 @pytest.mark.parametrize(("k", "scale"), [(5, 1.0), (5, 0.01), (2, 30.0)])
 def test_shares_equal_a_plain_loop(
-    k: int, scale: float, model: PreTrainedModel, memory: RoutingMemory
+    k: int, scale: float, zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory
 ) -> None:
     ids = torch.randint(3, 128, (2, 8))
     inputs: dict[int, Tensor] = {}
@@ -151,12 +154,12 @@ def test_shares_equal_a_plain_loop(
     def keep(call: RouterCall) -> None:
         inputs[call.layer] = call.inputs.double()
 
-    with attach(model, memory, RoutingConfig(k=k, gamma_scale=scale)) as routing:
-        result = similarity_share(model, routing, ids)
+    with attach(zoo_olmoe, zoo_memory, RoutingConfig(k=k, gamma_scale=scale)) as routing:
+        result = similarity_share(zoo_olmoe, routing, ids)
         with routing.observed(keep):
-            model(ids, use_cache=False)
+            zoo_olmoe(ids, use_cache=False)
     expected = {}
-    for layer, cases in memory.layers.items():
+    for layer, cases in zoo_memory.layers.items():
         gamma, shares = cases.gamma * scale, []
         for vector in inputs[layer]:
             distances = sorted(float((vector - key.double()).square().sum()) for key in cases.keys)
@@ -170,31 +173,31 @@ def test_shares_equal_a_plain_loop(
 
 
 def test_shares_where_every_similarity_underflows(
-    model: PreTrainedModel, memory: RoutingMemory, prompt: Tensor
+    zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, prompt: Tensor
 ) -> None:
-    with attach(model, memory, RoutingConfig(k=5, gamma_scale=1e6)) as routing:
-        result = similarity_share(model, routing, prompt)
+    with attach(zoo_olmoe, zoo_memory, RoutingConfig(k=5, gamma_scale=1e6)) as routing:
+        result = similarity_share(zoo_olmoe, routing, prompt)
         assert routing.stats()[1].mean_confidence == 0
     assert result.layers[1] == pytest.approx(1, abs=1e-6)
-    with attach(model, memory, RoutingConfig(k=1)) as routing:
-        assert similarity_share(model, routing, prompt).overall == 1
+    with attach(zoo_olmoe, zoo_memory, RoutingConfig(k=1)) as routing:
+        assert similarity_share(zoo_olmoe, routing, prompt).overall == 1
 
 
 def test_shares_of_what_cannot_be_asked(
-    model: PreTrainedModel, memory: RoutingMemory, prompt: Tensor
+    zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, prompt: Tensor
 ) -> None:
-    with attach(model, memory) as routing:
+    with attach(zoo_olmoe, zoo_memory) as routing:
         with pytest.raises(ConfigError, match=r"got \[9\]"):
-            similarity_share(model, routing, prompt[0])
+            similarity_share(zoo_olmoe, routing, prompt[0])
         with pytest.raises(AttachError, match="ran past the memory"):
             similarity_share(family("olmoe"), routing, prompt)
     with pytest.raises(AttachError, match="not attached"):
-        similarity_share(model, routing, prompt)
+        similarity_share(zoo_olmoe, routing, prompt)
 
 
-def test_a_text_of_the_reference_is_its_own_nearest(tokenizer: Encode) -> None:
+def test_a_text_of_the_reference_is_its_own_nearest(zoo_tokenizer: Encode) -> None:
     model = family("gpt_oss")
-    memory = build_memory(model, tokenizer, TEXTS, BUILD)
+    memory = build_memory(model, zoo_tokenizer, TEXTS, BUILD)
     with attach(model, memory, RoutingConfig(k=5, gamma_scale=1e4)) as routing:
-        result = similarity_share(model, routing, encode(tokenizer, TEXTS[3]))
+        result = similarity_share(model, routing, encode(zoo_tokenizer, TEXTS[3]))
     assert result.layers[0] == pytest.approx(1, abs=1e-3)

@@ -161,7 +161,10 @@ def test_what_is_turned_away_counts_as_such(
 
 @pytest.mark.filterwarnings("ignore:divide by zero encountered in log:RuntimeWarning")
 def test_kernels_do_not_count_what_is_turned_away(
-    model: PreTrainedModel, memory: RoutingMemory, prompt: Tensor, monkeypatch: pytest.MonkeyPatch
+    zoo_olmoe: PreTrainedModel,
+    zoo_memory: RoutingMemory,
+    prompt: Tensor,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Those of `fast`, by triton's interpreter where there is no GPU."""
     pytest.importorskip("triton")
@@ -169,8 +172,8 @@ def test_kernels_do_not_count_what_is_turned_away(
     monkeypatch.setattr(launch, "_PROGRAMS", 2)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     config = RoutingConfig(k=2, index="fast", layers=(0,), gate="entropy", gate_share=1.0)
-    with attach(model.to(device), memory, config) as routing:
-        call = watched(routing, model, prompt[:, :4].to(device))[0]
+    with attach(zoo_olmoe.to(device), zoo_memory, config) as routing:
+        call = watched(routing, zoo_olmoe, prompt[:, :4].to(device))[0]
         stats = routing.stats()[0]
     assert call.recall.counts
     assert (stats.calls, stats.tokens, stats.mean_confidence, stats.changed) == (1, 4, 0, 0)
@@ -204,8 +207,8 @@ def test_own_logits_are_those_of_a_run(entry: Family, prompt: Tensor) -> None:
     assert all(hook.seen for hook in hooks)
 
 
-def test_of_many_cases_some_are_measured(model: PreTrainedModel) -> None:
-    router = find_routers(model)[0]
+def test_of_many_cases_some_are_measured(zoo_olmoe: PreTrainedModel) -> None:
+    router = find_routers(zoo_olmoe)[0]
     keys = torch.randn(5000, router.hidden_size)
     values = torch.zeros(5000, router.num_experts)
     some = keys[[place * 5000 // 4096 for place in range(4096)]]
@@ -221,18 +224,18 @@ def test_an_expert_that_is_certain_or_barred_has_no_entropy() -> None:
 
 
 def test_the_model_compiles_whole(
-    model: PreTrainedModel, memory: RoutingMemory, prompt: Tensor, compiled_state: None
+    zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, prompt: Tensor, compiled_state: None
 ) -> None:
-    assert_no_near_ties(model, memory, prompt)
-    with attach(model, memory, gated(memory, "entropy")), torch.no_grad():
-        eager = model(prompt, use_cache=False).logits
-        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert_no_near_ties(zoo_olmoe, zoo_memory, prompt)
+    with attach(zoo_olmoe, zoo_memory, gated(zoo_memory, "entropy")), torch.no_grad():
+        eager = zoo_olmoe(prompt, use_cache=False).logits
+        compiled = torch.compile(zoo_olmoe, backend="aot_eager", fullgraph=True)
         torch.testing.assert_close(compiled(prompt, use_cache=False).logits, eager)
 
 
-def test_in_half_precision(tokenizer: Any, prompt: Tensor) -> None:
+def test_in_half_precision(zoo_tokenizer: Any, prompt: Tensor) -> None:
     model = family("gpt_oss").bfloat16()
-    memory = build_memory(model, tokenizer, TEXTS, BUILD)
+    memory = build_memory(model, zoo_tokenizer, TEXTS, BUILD)
     base = logits_of(model, prompt)
     with attach(model, memory, gated(memory, "entropy", 1.0)):
         assert torch.equal(logits_of(model, prompt), base)
@@ -242,26 +245,26 @@ def test_in_half_precision(tokenizer: Any, prompt: Tensor) -> None:
 
 
 def test_a_compressed_memory_has_no_keys(
-    model: PreTrainedModel, memory: RoutingMemory, prompt: Tensor, tmp_path: Path
+    zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, prompt: Tensor, tmp_path: Path
 ) -> None:
-    small = compress(memory, "fast", tmp_path / "small")
+    small = compress(zoo_memory, "fast", tmp_path / "small")
     with pytest.raises(ConfigError, match=r"a compressed memory has none\. Attach the full memory"):
-        attach(model, small, gated(small, "entropy"))
-    with attach(model, small, gated(small, "confidence")):
-        logits_of(model, prompt)
+        attach(zoo_olmoe, small, gated(small, "entropy"))
+    with attach(zoo_olmoe, small, gated(small, "confidence")):
+        logits_of(zoo_olmoe, prompt)
 
 
 def test_a_memory_keeps_its_gate_and_older_ones_have_none(
-    memory: RoutingMemory, tmp_path: Path
+    zoo_memory: RoutingMemory, tmp_path: Path
 ) -> None:
-    manifest = replace(memory.manifest, routing=gated(memory, "entropy", 0.25))
-    replace(memory, manifest=manifest).save_pretrained(tmp_path / "memory")
+    manifest = replace(zoo_memory.manifest, routing=gated(zoo_memory, "entropy", 0.25))
+    replace(zoo_memory, manifest=manifest).save_pretrained(tmp_path / "memory")
     assert RoutingMemory.from_pretrained(tmp_path / "memory").routing == manifest.routing
     path = tmp_path / "memory" / "memory_config.json"
     config = json.loads(path.read_text(encoding="utf8"))
     del config["routing"]["gate"], config["routing"]["gate_share"]
     path.write_text(json.dumps({**config, "digest": _digest(config)}), encoding="utf8")
-    assert RoutingMemory.from_pretrained(tmp_path / "memory").routing == memory.routing
+    assert RoutingMemory.from_pretrained(tmp_path / "memory").routing == zoo_memory.routing
 
 
 @pytest.mark.parametrize(

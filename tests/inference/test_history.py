@@ -38,12 +38,12 @@ def generate(model: PreTrainedModel, ids: Tensor, **settings: Any) -> Tensor:
     ],
 )
 def test_what_was_generated(
-    settings: dict[str, Any], model: PreTrainedModel, memory: RoutingMemory, prompt: Tensor
+    settings: dict[str, Any], zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, prompt: Tensor
 ) -> None:
     repeated = torch.cat([prompt, prompt, prompt[:, :3]], dim=1)
-    with attach(model, memory) as routing:
-        generate(model, prompt.flip(1))
-        output = generate(model, repeated, max_new_tokens=7, **settings)
+    with attach(zoo_olmoe, zoo_memory) as routing:
+        generate(zoo_olmoe, prompt.flip(1))
+        output = generate(zoo_olmoe, repeated, max_new_tokens=7, **settings)
         expected = output[0].tolist()
         (found,) = read(routing)
         # The last token is not read, unless it was guessed.
@@ -54,31 +54,31 @@ def test_what_was_generated(
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "qwen3_next", "jamba", "minimax", "llama4_text"])
-def test_caches_of_other_kinds(name: str, tokenizer: Any, prompt: Tensor) -> None:
+def test_caches_of_other_kinds(name: str, zoo_tokenizer: Any, prompt: Tensor) -> None:
     """Sliding windows, linear attention, state spaces, chunks."""
     model = family(name)
-    with attach(model, build_memory(model, tokenizer, TEXTS[:4], BUILD)) as routing:
+    with attach(model, build_memory(model, zoo_tokenizer, TEXTS[:4], BUILD)) as routing:
         output = generate(model, prompt)
         assert read(routing) == output[:, :-1].tolist()
 
 
 @pytest.mark.parametrize("cache", [None, "static"])
 def test_a_padded_batch_and_rows_that_end(
-    cache: str | None, model: PreTrainedModel, memory: RoutingMemory, tokenizer: Any
+    cache: str | None, zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, zoo_tokenizer: Any
 ) -> None:
-    tokenizer.padding_side = "left"
-    batch = tokenizer(make_texts(3, seed=4), return_tensors="pt", padding=True)
+    zoo_tokenizer.padding_side = "left"
+    batch = zoo_tokenizer(make_texts(3, seed=4), return_tensors="pt", padding=True)
     ids, mask = batch["input_ids"], batch["attention_mask"]
-    with attach(model, memory) as routing:
-        free = generate(model, ids, attention_mask=mask, cache_implementation=cache)
+    with attach(zoo_olmoe, zoo_memory) as routing:
+        free = generate(zoo_olmoe, ids, attention_mask=mask, cache_implementation=cache)
         width = ids.shape[1]
         assert read(routing) == [
             row[kept.bool()].tolist() + new[:-1].tolist()
             for row, kept, new in zip(ids, mask, free[:, width:], strict=True)
         ]
         end = int(free[0, width + 1])  # after two tokens the first row is done
-        model.generation_config.eos_token_id = end
-        ended = generate(model, ids, attention_mask=mask, cache_implementation=cache)
+        zoo_olmoe.generation_config.eos_token_id = end
+        ended = generate(zoo_olmoe, ids, attention_mask=mask, cache_implementation=cache)
         found = read(routing)
     assert ended[0, width + 2 :].tolist() == [0] * (ended.shape[1] - width - 2)
     real = ids[0][mask[0].bool()].tolist()
@@ -86,25 +86,27 @@ def test_a_padded_batch_and_rows_that_end(
     assert len({len(row) for row in found}) > 1
 
 
-def test_a_loop_of_ones_own(model: PreTrainedModel, memory: RoutingMemory, prompt: Tensor) -> None:
+def test_a_loop_of_ones_own(
+    zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, prompt: Tensor
+) -> None:
     """The cache the model made itself, one given, one cut short, and ids changed in place."""
     new = torch.tensor([[7]])
-    with attach(model, memory) as routing, torch.inference_mode():
-        cache = model(prompt, use_cache=True).past_key_values
-        model(new, past_key_values=cache)
+    with attach(zoo_olmoe, zoo_memory) as routing, torch.inference_mode():
+        cache = zoo_olmoe(prompt, use_cache=True).past_key_values
+        zoo_olmoe(new, past_key_values=cache)
         new.fill_(9)
-        model(new, past_key_values=cache)
+        zoo_olmoe(new, past_key_values=cache)
         assert read(routing) == [[*prompt[0].tolist(), 7, 9]]
         cache.crop(-7)  # of eleven
-        model(torch.tensor([[11, 12]]), past_key_values=cache)
+        zoo_olmoe(torch.tensor([[11, 12]]), past_key_values=cache)
         assert read(routing) == [[*prompt[0, :4].tolist(), 11, 12]]
-        fixed = StaticCache(config=model.config, max_cache_len=16)
+        fixed = StaticCache(config=zoo_olmoe.config, max_cache_len=16)
         for token in (21, 22, 23):
-            model(torch.tensor([[token]]), past_key_values=fixed)
+            zoo_olmoe(torch.tensor([[token]]), past_key_values=fixed)
         assert read(routing) == [[21, 22, 23]]
         fixed.reset()
-        model(torch.tensor([[24]]), past_key_values=fixed)
-        model(torch.tensor([[25]]), past_key_values=fixed)
+        zoo_olmoe(torch.tensor([[24]]), past_key_values=fixed)
+        zoo_olmoe(torch.tensor([[25]]), past_key_values=fixed)
         assert read(routing) == [[24, 25]]
 
 
@@ -135,31 +137,33 @@ def with_beams(model: PreTrainedModel, ids: Tensor) -> None:
 def test_what_is_not_known_is_told(
     run: Callable[[PreTrainedModel, Tensor], None],
     says: str,
-    model: PreTrainedModel,
-    memory: RoutingMemory,
+    zoo_olmoe: PreTrainedModel,
+    zoo_memory: RoutingMemory,
     prompt: Tensor,
 ) -> None:
-    with attach(model, memory) as routing, torch.no_grad():
-        run(model, prompt)
+    with attach(zoo_olmoe, zoo_memory) as routing, torch.no_grad():
+        run(zoo_olmoe, prompt)
         for _ in range(2):
             with pytest.raises(NothingReadError, match=rf"{says}.*routing.explain\(input_ids\)\.$"):
                 routing.explain()
         assert len(routing.explain(prompt).tokens) == 9
-        model(prompt)
+        zoo_olmoe(prompt)
         assert read(routing) == prompt.tolist()
 
 
-def test_a_cache_from_before(model: PreTrainedModel, memory: RoutingMemory, prompt: Tensor) -> None:
+def test_a_cache_from_before(
+    zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, prompt: Tensor
+) -> None:
     with torch.no_grad():
-        cache = model(prompt, use_cache=True).past_key_values
-        with attach(model, memory) as routing:
-            model(prompt[:, :2], past_key_values=cache)
+        cache = zoo_olmoe(prompt, use_cache=True).past_key_values
+        with attach(zoo_olmoe, zoo_memory) as routing:
+            zoo_olmoe(prompt[:, :2], past_key_values=cache)
             with pytest.raises(NothingReadError, match="not seen"):
                 routing.explain()
 
 
 def test_a_compiled_model(
-    model: PreTrainedModel, memory: RoutingMemory, prompt: Tensor, compiled_state: None
+    zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, prompt: Tensor, compiled_state: None
 ) -> None:
     compilations = []
 
@@ -167,14 +171,14 @@ def test_a_compiled_model(
         compilations.append(graph)
         return graph.forward
 
-    compiled = torch.compile(model, backend=count, fullgraph=True)
-    with attach(model, memory) as routing, torch.no_grad():
+    compiled = torch.compile(zoo_olmoe, backend=count, fullgraph=True)
+    with attach(zoo_olmoe, zoo_memory) as routing, torch.no_grad():
         expected = routing.explain(prompt).to_dict()
         compiled(prompt, use_cache=False)
         with pytest.raises(NothingReadError, match=r"Calls of the model, 1 of them, .* compiled"):
             routing.explain()
         assert routing.explain(prompt).to_dict() == expected
-        model(prompt, use_cache=False)
+        zoo_olmoe(prompt, use_cache=False)
         assert routing.explain().to_dict() == expected
         compiled(prompt, use_cache=False)
         compiled(prompt, use_cache=False)
@@ -182,18 +186,18 @@ def test_a_compiled_model(
             routing.explain()
         assert {layer.calls for layer in routing.stats().values()} == {4}
     assert len(compilations) == 1
-    with attach(compiled, memory) as routing, torch.no_grad():
+    with attach(compiled, zoo_memory) as routing, torch.no_grad():
         assert routing.explain(prompt).to_dict() == expected
 
 
 def test_a_prompt_read_eagerly_and_compiled_steps(
-    model: PreTrainedModel, memory: RoutingMemory, prompt: Tensor, compiled_state: None
+    zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, prompt: Tensor, compiled_state: None
 ) -> None:
     """As `generate` does on a GPU with a static cache."""
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    with attach(model, memory) as routing, torch.no_grad():
-        cache = StaticCache(config=model.config, max_cache_len=16)
-        model(prompt, past_key_values=cache)
+    compiled = torch.compile(zoo_olmoe, backend="eager", fullgraph=True)
+    with attach(zoo_olmoe, zoo_memory) as routing, torch.no_grad():
+        cache = StaticCache(config=zoo_olmoe.config, max_cache_len=16)
+        zoo_olmoe(prompt, past_key_values=cache)
         assert read(routing) == prompt.tolist()
         for token in (7, 8):
             compiled(torch.tensor([[token]]), past_key_values=cache)
@@ -201,10 +205,10 @@ def test_a_prompt_read_eagerly_and_compiled_steps(
             routing.explain()
 
 
-def test_nothing_is_left_behind(memory: RoutingMemory, prompt: Tensor) -> None:
+def test_nothing_is_left_behind(zoo_memory: RoutingMemory, prompt: Tensor) -> None:
     """No hook, and no cache kept alive."""
     model = family("olmoe")
-    with attach(model, memory) as routing, torch.no_grad():
+    with attach(model, zoo_memory) as routing, torch.no_grad():
         cache = DynamicCache(config=model.config)
         model(prompt, past_key_values=cache)
         held = routing._history._cache

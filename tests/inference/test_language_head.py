@@ -35,9 +35,9 @@ IDS = torch.randint(3, 128, (2, 11), generator=torch.Generator().manual_seed(3))
 
 
 @pytest.fixture(autouse=True, scope="module")
-def no_near_ties(memory: RoutingMemory) -> None:
+def no_near_ties(zoo_memory: RoutingMemory) -> None:
     """Many of these tests compare two computations of one recall."""
-    assert_no_near_ties(family("olmoe"), memory, IDS, with_head(memory))
+    assert_no_near_ties(family("olmoe"), zoo_memory, IDS, with_head(zoo_memory))
 
 
 def with_head(memory: RoutingMemory, head: HeadConfig | None = HEAD, **more: Any) -> RoutingConfig:
@@ -80,9 +80,11 @@ def slow_head(model: PreTrainedModel, memory: RoutingMemory, head: HeadConfig) -
 
 
 @pytest.mark.parametrize("name", ["olmoe", "qwen3_moe", "gpt_oss"])
-def test_it_is_the_mixture_of_a_plain_loop(name: str, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_it_is_the_mixture_of_a_plain_loop(
+    name: str, zoo_tokenizer: PreTrainedTokenizerFast
+) -> None:
     model = family(name)
-    memory = build_memory(model, tokenizer, make_texts(12), BUILD)
+    memory = build_memory(model, zoo_tokenizer, make_texts(12), BUILD)
     alone = read(model)
     expected = slow_head(model, memory, HEAD)
     with attach(model, memory, with_head(memory)):
@@ -109,12 +111,12 @@ def test_what_has_no_next_token_says_nothing() -> None:
     torch.testing.assert_close(mixed[1].exp(), plain[1])
 
 
-def test_no_weight_is_no_head(model: PreTrainedModel, memory: RoutingMemory) -> None:
-    with attach(model, memory):
-        expected = read(model)
-    with attach(model, memory, with_head(memory, replace(HEAD, weight=0.0))):
-        assert torch.equal(read(model), expected)
-    assert with_head(memory).head == RoutingConfig(**with_head(memory).to_dict()).head
+def test_no_weight_is_no_head(zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory) -> None:
+    with attach(zoo_olmoe, zoo_memory):
+        expected = read(zoo_olmoe)
+    with attach(zoo_olmoe, zoo_memory, with_head(zoo_memory, replace(HEAD, weight=0.0))):
+        assert torch.equal(read(zoo_olmoe), expected)
+    assert with_head(zoo_memory).head == RoutingConfig(**with_head(zoo_memory).to_dict()).head
 
 
 @pytest.mark.parametrize("entry", FAMILIES, ids=lambda entry: entry.name)
@@ -150,50 +152,55 @@ def _followers(model: PreTrainedModel, memory: RoutingMemory, ids: Tensor) -> Te
 
 
 def test_generation_with_a_cache_is_generation_without(
-    model: PreTrainedModel, memory: RoutingMemory
+    zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory
 ) -> None:
     def written(**more: Any) -> list[list[int]]:
         ids = IDS[:, :6]
         kept = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
-        return model.generate(ids, max_new_tokens=8, eos_token_id=None, **kept, **more).tolist()
+        return zoo_olmoe.generate(ids, max_new_tokens=8, eos_token_id=None, **kept, **more).tolist()
 
     alone = written()
-    with attach(model, memory, with_head(memory, replace(HEAD, weight=0.95))):
+    with attach(zoo_olmoe, zoo_memory, with_head(zoo_memory, replace(HEAD, weight=0.95))):
         mixed = written()
         assert mixed == written(use_cache=False)
-        some = read(model, logits_to_keep=3)
-        torch.testing.assert_close(some, read(model)[:, -3:])
+        some = read(zoo_olmoe, logits_to_keep=3)
+        torch.testing.assert_close(some, read(zoo_olmoe)[:, -3:])
         chosen = torch.tensor([1, 4])
-        torch.testing.assert_close(read(model, logits_to_keep=chosen), read(model)[:, chosen])
+        torch.testing.assert_close(
+            read(zoo_olmoe, logits_to_keep=chosen), read(zoo_olmoe)[:, chosen]
+        )
     assert mixed != alone
     assert written() == alone
 
 
-def test_compiled_it_says_the_same(model: PreTrainedModel, memory: RoutingMemory) -> None:
-    with attach(model, memory, with_head(memory)):
-        expected = read(model)
-        compiled = torch.compile(model, backend="eager", fullgraph=True)
+def test_compiled_it_says_the_same(zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory) -> None:
+    with attach(zoo_olmoe, zoo_memory, with_head(zoo_memory)):
+        expected = read(zoo_olmoe)
+        compiled = torch.compile(zoo_olmoe, backend="eager", fullgraph=True)
         torch.testing.assert_close(read(compiled), expected)
         torch.testing.assert_close(read(compiled, IDS.flip(0)), expected.flip(0))
 
 
 def test_each_row_has_the_head_of_its_memory(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, memory: RoutingMemory
+    zoo_olmoe: PreTrainedModel, zoo_tokenizer: PreTrainedTokenizerFast, zoo_memory: RoutingMemory
 ) -> None:
-    other = build_memory(model, tokenizer, make_texts(12, seed=5), BUILD)
-    memories = {"sayings": memory, "others": other}
-    configs = {"sayings": with_head(memory), "others": with_head(other, replace(HEAD, weight=0.9))}
+    other = build_memory(zoo_olmoe, zoo_tokenizer, make_texts(12, seed=5), BUILD)
+    memories = {"sayings": zoo_memory, "others": other}
+    configs = {
+        "sayings": with_head(zoo_memory),
+        "others": with_head(other, replace(HEAD, weight=0.9)),
+    }
     rows = torch.cat([IDS, IDS[:1]])
-    alone = {None: read(model, rows)}
+    alone = {None: read(zoo_olmoe, rows)}
     for name, each in memories.items():
-        with attach(model, each, configs[name]):
-            alone[name] = read(model, rows)
+        with attach(zoo_olmoe, each, configs[name]):
+            alone[name] = read(zoo_olmoe, rows)
     assert not torch.allclose(alone["sayings"], alone["others"])
-    with attach_all(model, memories, configs) as routing:
-        torch.testing.assert_close(read(model, rows), alone[None])
+    with attach_all(zoo_olmoe, memories, configs) as routing:
+        torch.testing.assert_close(read(zoo_olmoe, rows), alone[None])
         names = ["others", None, "sayings"]
         with routing.using(names):
-            mixed = read(model, rows)
+            mixed = read(zoo_olmoe, rows)
     for row, name in enumerate(names):
         torch.testing.assert_close(mixed[row], alone[name][row])
 
@@ -209,58 +216,61 @@ def apart(found: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("kind", ["fast", "faiss-flat"])
 def test_any_index_serves_it(
-    kind: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, memory: RoutingMemory
+    kind: str,
+    zoo_olmoe: PreTrainedModel,
+    zoo_tokenizer: PreTrainedTokenizerFast,
+    zoo_memory: RoutingMemory,
 ) -> None:
     if kind == "faiss-flat":
         pytest.importorskip("faiss")
-    ids = encode(tokenizer, make_texts(13)[12])
-    with attach(model, memory, with_head(memory, MANY)):
-        exact = read(model, ids)
-    with attach(model, memory, with_head(memory, MANY, index=IndexConfig(kind=kind))):
-        assert apart(read(model, ids), exact) < 0.1
-    assert apart(read(model, ids), exact) > 0.2
+    ids = encode(zoo_tokenizer, make_texts(13)[12])
+    with attach(zoo_olmoe, zoo_memory, with_head(zoo_memory, MANY)):
+        exact = read(zoo_olmoe, ids)
+    with attach(zoo_olmoe, zoo_memory, with_head(zoo_memory, MANY, index=IndexConfig(kind=kind))):
+        assert apart(read(zoo_olmoe, ids), exact) < 0.1
+    assert apart(read(zoo_olmoe, ids), exact) > 0.2
 
 
 def test_a_compressed_memory_keeps_its_head(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-    memory: RoutingMemory,
+    zoo_olmoe: PreTrainedModel,
+    zoo_tokenizer: PreTrainedTokenizerFast,
+    zoo_memory: RoutingMemory,
     tmp_path: Path,
 ) -> None:
-    manifest = replace(memory.manifest, routing=with_head(memory, MANY))
-    asked = replace(memory, manifest=manifest, folder=None)
+    manifest = replace(zoo_memory.manifest, routing=with_head(zoo_memory, MANY))
+    asked = replace(zoo_memory, manifest=manifest, folder=None)
     compress(asked, IndexConfig(kind="fast"), folder=tmp_path / "small")
     small = RoutingMemory.from_pretrained(tmp_path / "small")
     assert small.routing.head == MANY
-    ids = encode(tokenizer, make_texts(13)[12])
-    with attach(model, asked):
-        exact = read(model, ids)
-    with attach(model, small):
-        assert apart(read(model, ids), exact) < 0.1
+    ids = encode(zoo_tokenizer, make_texts(13)[12])
+    with attach(zoo_olmoe, asked):
+        exact = read(zoo_olmoe, ids)
+    with attach(zoo_olmoe, small):
+        assert apart(read(zoo_olmoe, ids), exact) < 0.1
 
 
-def test_a_control_has_none(model: PreTrainedModel, memory: RoutingMemory) -> None:
+def test_a_control_has_none(zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory) -> None:
     """It would go on telling what followed, and what a control takes away would not be missed."""
-    manifest = replace(memory.manifest, routing=with_head(memory))
-    asked = replace(memory, manifest=manifest)
+    manifest = replace(zoo_memory.manifest, routing=with_head(zoo_memory))
+    asked = replace(zoo_memory, manifest=manifest)
     for kind in ("shuffled", "random", "own-logits"):
-        assert control(asked, kind, model).routing.head is None
+        assert control(asked, kind, zoo_olmoe).routing.head is None
     assert asked.routing.head == HEAD
 
 
 def test_logits_that_cannot_be_had_are_refused(
-    model: PreTrainedModel, memory: RoutingMemory
+    zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory
 ) -> None:
     with (
-        attach(model, memory, with_head(memory)),
+        attach(zoo_olmoe, zoo_memory, with_head(zoo_memory)),
         pytest.raises(UnsupportedModelError, match="return_dict=True"),
     ):
-        model(IDS, use_cache=False, return_dict=False)
+        zoo_olmoe(IDS, use_cache=False, return_dict=False)
     with (
-        attach(model, memory, with_head(memory)),
+        attach(zoo_olmoe, zoo_memory, with_head(zoo_memory)),
         pytest.raises(UnsupportedModelError, match="cannot be told"),
     ):
-        model(IDS, use_cache=False, logits_to_keep=torch.tensor([1, 4]).view(1, 2))
+        zoo_olmoe(IDS, use_cache=False, logits_to_keep=torch.tensor([1, 4]).view(1, 2))
 
 
 @pytest.mark.parametrize("wrong", [{"k": 0}, {"weight": 1.0}, {"weight": -0.1}, {"gamma_scale": 0}])
@@ -272,81 +282,83 @@ def test_a_head_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
 
 
 def test_where_nothing_is_trusted_a_head_is_refused(
-    model: PreTrainedModel, memory: RoutingMemory
+    zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory
 ) -> None:
     with pytest.raises(ConfigError, match="trusts none"):
-        attach(model, memory, with_head(memory, confidence_factor=0.0))
-    with attach(model, memory, with_head(memory, None, confidence_factor=0.0)):
-        assert read(model).isfinite().all()
+        attach(zoo_olmoe, zoo_memory, with_head(zoo_memory, confidence_factor=0.0))
+    with attach(zoo_olmoe, zoo_memory, with_head(zoo_memory, None, confidence_factor=0.0)):
+        assert read(zoo_olmoe).isfinite().all()
 
 
-def test_no_more_cases_than_there_are(model: PreTrainedModel, memory: RoutingMemory) -> None:
-    heads = (replace(HEAD, k=len(memory)), replace(HEAD, k=5 * len(memory)))
+def test_no_more_cases_than_there_are(
+    zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory
+) -> None:
+    heads = (replace(HEAD, k=len(zoo_memory)), replace(HEAD, k=5 * len(zoo_memory)))
     found = []
     for head in heads:
-        with attach(model, memory, with_head(memory, head)):
-            found.append(read(model))
+        with attach(zoo_olmoe, zoo_memory, with_head(zoo_memory, head)):
+            found.append(read(zoo_olmoe))
     assert torch.equal(*found)
 
 
-def test_gradients_pass_through_it(model: PreTrainedModel, memory: RoutingMemory) -> None:
-    weight = model.get_output_embeddings().weight
-    with attach(model, memory, with_head(memory)):
-        logits = model(IDS, use_cache=False).logits
+def test_gradients_pass_through_it(zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory) -> None:
+    weight = zoo_olmoe.get_output_embeddings().weight
+    with attach(zoo_olmoe, zoo_memory, with_head(zoo_memory)):
+        logits = zoo_olmoe(IDS, use_cache=False).logits
     (slope,) = torch.autograd.grad(logits[0, 3, 7], weight)
     assert slope.abs().max() > 0
 
 
-def test_padding_makes_no_difference(model: PreTrainedModel, memory: RoutingMemory) -> None:
+def test_padding_makes_no_difference(zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory) -> None:
     padded = torch.cat([torch.zeros(2, 3, dtype=IDS.dtype), IDS], dim=1)
     mask = (torch.arange(padded.shape[1]) >= 3).long().expand(2, -1)
     places = (mask.cumsum(dim=-1) - 1).clamp(min=0)
-    with attach(model, memory, with_head(memory)):
-        expected = read(model)
-        found = read(model, padded, attention_mask=mask, position_ids=places)[:, 3:]
+    with attach(zoo_olmoe, zoo_memory, with_head(zoo_memory)):
+        expected = read(zoo_olmoe)
+        found = read(zoo_olmoe, padded, attention_mask=mask, position_ids=places)[:, 3:]
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_what_a_run_left_behind_is_no_part_of_the_next(
-    model: PreTrainedModel, memory: RoutingMemory
+    zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory
 ) -> None:
     """The decoder run by itself, and a forward that is compiled while the call around it is not."""
-    with attach(model, memory, with_head(memory)):
-        expected = read(model)
+    with attach(zoo_olmoe, zoo_memory, with_head(zoo_memory)):
+        expected = read(zoo_olmoe)
         with torch.no_grad():
-            model.model(IDS.flip(0), use_cache=False)
-        whole = model.forward
-        model.forward = torch.compile(whole, backend="eager")  # type: ignore[method-assign]
+            zoo_olmoe.model(IDS.flip(0), use_cache=False)
+        whole = zoo_olmoe.forward
+        zoo_olmoe.forward = torch.compile(whole, backend="eager")  # type: ignore[method-assign]
         try:
-            torch.testing.assert_close(read(model), expected)
+            torch.testing.assert_close(read(zoo_olmoe), expected)
         finally:
-            model.forward = whole  # type: ignore[method-assign]
+            zoo_olmoe.forward = whole  # type: ignore[method-assign]
 
 
 def test_a_head_that_no_logits_came_to_is_told(
-    model: PreTrainedModel, memory: RoutingMemory
+    zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory
 ) -> None:
-    routing = attach(model, memory, with_head(memory))
+    routing = attach(zoo_olmoe, zoo_memory, with_head(zoo_memory))
     with torch.no_grad():
-        model.forward(IDS, use_cache=False)
+        zoo_olmoe.forward(IDS, use_cache=False)
     with pytest.raises(RouterNotCalledError, match="never came to the memory's head"):
         routing.detach()
-    assert not model._forward_hooks
-    assert not model._forward_pre_hooks
+    assert not zoo_olmoe._forward_hooks
+    assert not zoo_olmoe._forward_pre_hooks
 
 
 def test_of_several_domains_each_is_as_near_as_its_own_says(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, memory: RoutingMemory
+    zoo_olmoe: PreTrainedModel, zoo_tokenizer: PreTrainedTokenizerFast, zoo_memory: RoutingMemory
 ) -> None:
     """Beside a domain far away a memory's head is what it was alone."""
-    other = build_memory(model, tokenizer, make_texts(12, seed=5), BUILD)
+    other = build_memory(zoo_olmoe, zoo_tokenizer, make_texts(12, seed=5), BUILD)
     layers = {
         index: replace(layer, keys=layer.keys + 30, gamma=7 * layer.gamma)
         for index, layer in other.full_layers().items()
     }
-    both = memory.merge(replace(other, layers=layers, folder=None), by_domain=True)
-    assert both.layers[0].gamma != memory.layers[0].gamma
-    with attach(model, memory, with_head(memory)):
-        expected = read(model)
-    with attach(model, both, with_head(both)):
-        torch.testing.assert_close(read(model), expected)
+    both = zoo_memory.merge(replace(other, layers=layers, folder=None), by_domain=True)
+    assert both.layers[0].gamma != zoo_memory.layers[0].gamma
+    with attach(zoo_olmoe, zoo_memory, with_head(zoo_memory)):
+        expected = read(zoo_olmoe)
+    with attach(zoo_olmoe, both, with_head(both)):
+        torch.testing.assert_close(read(zoo_olmoe), expected)

@@ -19,20 +19,20 @@ ROWS = torch.randint(3, 128, (3, 9), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture(scope="module", params=["olmoe", "qwen3_moe", "gpt_oss"])
-def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+def family_model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return family(request.param)
 
 
 @pytest.fixture(scope="module")
 def memories(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
+    family_model: PreTrainedModel, zoo_tokenizer: PreTrainedTokenizerFast
 ) -> dict[str, RoutingMemory]:
     config = replace(BUILD, learning_rate=20.0)
     texts = [make_texts(12, seed=seed) for seed in range(2)]
-    built = (build_memory(model, tokenizer, part, config) for part in texts)
+    built = (build_memory(family_model, zoo_tokenizer, part, config) for part in texts)
     result = dict(zip(NAMES, built, strict=True))
     for memory in result.values():
-        assert_no_near_ties(model, memory, ROWS)
+        assert_no_near_ties(family_model, memory, ROWS)
     return result
 
 
@@ -50,41 +50,43 @@ def one_by_one(model: PreTrainedModel, memories: dict[str, RoutingMemory]) -> di
     return given
 
 
-def test_one_for_a_call(model: PreTrainedModel, memories: dict[str, RoutingMemory]) -> None:
-    alone = one_by_one(model, memories)
+def test_one_for_a_call(family_model: PreTrainedModel, memories: dict[str, RoutingMemory]) -> None:
+    alone = one_by_one(family_model, memories)
     assert not any(torch.equal(alone["nobody"], alone[name]) for name in NAMES)
-    with attach_all(model, memories) as routing:
-        assert torch.equal(read(model), alone["nobody"])
+    with attach_all(family_model, memories) as routing:
+        assert torch.equal(read(family_model), alone["nobody"])
         for name in NAMES:
             with routing.using(name):
-                assert torch.equal(read(model), alone[name])
+                assert torch.equal(read(family_model), alone[name])
                 with routing.using(None):
-                    assert torch.equal(read(model), alone["nobody"])
-                assert torch.equal(read(model), alone[name])
-        assert torch.equal(read(model), alone["nobody"])
+                    assert torch.equal(read(family_model), alone["nobody"])
+                assert torch.equal(read(family_model), alone[name])
+        assert torch.equal(read(family_model), alone["nobody"])
         stats = routing.stats()
     assert {layer.calls for one in stats.values() for layer in one.values()} == {2}
-    assert not any(router.scope._forward_pre_hooks for router in find_routers(model))
+    assert not any(router.scope._forward_pre_hooks for router in find_routers(family_model))
 
 
-def test_one_for_each_row(model: PreTrainedModel, memories: dict[str, RoutingMemory]) -> None:
-    alone = one_by_one(model, memories)
-    with attach_all(model, memories) as routing, routing.using(["law", None, "medicine"]):
-        rows = read(model)
+def test_one_for_each_row(
+    family_model: PreTrainedModel, memories: dict[str, RoutingMemory]
+) -> None:
+    alone = one_by_one(family_model, memories)
+    with attach_all(family_model, memories) as routing, routing.using(["law", None, "medicine"]):
+        rows = read(family_model)
         stats = routing.stats()
     for row, name in enumerate(("law", "nobody", "medicine")):
         # Experts sum over other tokens than before: the same but for rounding.
         torch.testing.assert_close(rows[row], alone[name][row])
     assert {layer.tokens for one in stats.values() for layer in one.values()} == {9}
-    with attach(model, memories["law"]) as one:
-        read(model, ROWS[:1])
+    with attach(family_model, memories["law"]) as one:
+        read(family_model, ROWS[:1])
         for layer, expected in one.stats().items():
             found = stats["law"][layer]
             assert found.mean_confidence == pytest.approx(expected.mean_confidence)
             assert found.changed == pytest.approx(expected.changed)
 
 
-def test_generating(model: PreTrainedModel, memories: dict[str, RoutingMemory]) -> None:
+def test_generating(family_model: PreTrainedModel, memories: dict[str, RoutingMemory]) -> None:
     """Rows keep their memory while they grow, padded on the left, and when they are repeated."""
     options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     mask = torch.ones_like(ROWS[:2])
@@ -92,25 +94,25 @@ def test_generating(model: PreTrainedModel, memories: dict[str, RoutingMemory]) 
     inputs = {"input_ids": ROWS[:2] * mask, "attention_mask": mask}
     said = {}
     for name in NAMES:
-        with attach(model, memories[name]):
-            said[name] = model.generate(**inputs, **options)
-    with attach_all(model, memories) as routing, routing.using(["medicine", "law"]):
-        both = model.generate(**inputs, **options)
-        beams = model.generate(**inputs, **options, num_beams=2, num_return_sequences=2)
+        with attach(family_model, memories[name]):
+            said[name] = family_model.generate(**inputs, **options)
+    with attach_all(family_model, memories) as routing, routing.using(["medicine", "law"]):
+        both = family_model.generate(**inputs, **options)
+        beams = family_model.generate(**inputs, **options, num_beams=2, num_return_sequences=2)
     assert torch.equal(both[0], said["medicine"][0])
     assert torch.equal(both[1], said["law"][1])
     for row, name in enumerate(NAMES):
-        with attach(model, memories[name]):
-            alone = model.generate(**inputs, **options, num_beams=2, num_return_sequences=2)
+        with attach(family_model, memories[name]):
+            alone = family_model.generate(**inputs, **options, num_beams=2, num_return_sequences=2)
         assert torch.equal(beams[2 * row : 2 * row + 2], alone[2 * row : 2 * row + 2])
 
 
-@pytest.mark.parametrize("model", ["olmoe"], indirect=True)
-def test_compiled(memories: dict[str, RoutingMemory], model: PreTrainedModel) -> None:
+@pytest.mark.parametrize("family_model", ["olmoe"], indirect=True)
+def test_compiled(memories: dict[str, RoutingMemory], family_model: PreTrainedModel) -> None:
     """The choice is no constant of the graph."""
-    alone = one_by_one(model, memories)
-    compiled = torch.compile(model, backend="eager")
-    with attach_all(model, memories) as routing:
+    alone = one_by_one(family_model, memories)
+    compiled = torch.compile(family_model, backend="eager")
+    with attach_all(family_model, memories) as routing:
         for choice in ("law", None, "medicine", ["law", None, "medicine"], "law"):
             names = choice if isinstance(choice, list) else [choice] * 3
             with routing.using(choice), torch.no_grad():
@@ -121,33 +123,33 @@ def test_compiled(memories: dict[str, RoutingMemory], model: PreTrainedModel) ->
 
 
 def test_each_is_used_in_its_own_way(
-    model: PreTrainedModel, memories: dict[str, RoutingMemory]
+    family_model: PreTrainedModel, memories: dict[str, RoutingMemory]
 ) -> None:
     last = max(memories["law"].layers)
     config = RoutingConfig(k=3, gamma_scale=0.1, layers=(last,))
-    with attach(model, memories["law"], config):
-        expected = read(model)
-    with attach_all(model, memories, {"law": config}) as routing, routing.using("law"):
-        assert torch.equal(read(model), expected)
+    with attach(family_model, memories["law"], config):
+        expected = read(family_model)
+    with attach_all(family_model, memories, {"law": config}) as routing, routing.using("law"):
+        assert torch.equal(read(family_model), expected)
         assert list(routing.stats()["law"]) == [last]
 
 
-def test_what_is_refused(model: PreTrainedModel, memories: dict[str, RoutingMemory]) -> None:
+def test_what_is_refused(family_model: PreTrainedModel, memories: dict[str, RoutingMemory]) -> None:
     with pytest.raises(ConfigError, match="no memory"):
-        attach_all(model, {})
+        attach_all(family_model, {})
     with pytest.raises(ConfigError, match="no memory of that name"):
-        attach_all(model, memories, {"art": RoutingConfig()})
+        attach_all(family_model, memories, {"art": RoutingConfig()})
     manifest = replace(
         memories["law"].manifest,
         base_model=replace(memories["law"].base_model, fingerprint="0" * 64),
     )
     foreign = {**memories, "law": replace(memories["law"], manifest=manifest)}
     with pytest.raises(MemoryMismatchError, match="force"):
-        attach_all(model, foreign)
-    assert not any(router.scope._forward_pre_hooks for router in find_routers(model))
-    routing = attach_all(model, memories)
+        attach_all(family_model, foreign)
+    assert not any(router.scope._forward_pre_hooks for router in find_routers(family_model))
+    routing = attach_all(family_model, memories)
     with pytest.raises(AttachError, match="attach_all"):
-        attach(model, memories["law"])
+        attach(family_model, memories["law"])
     with pytest.raises(ConfigError, match="no memory 'art'"), routing.using("art"):
         pass
     with pytest.raises(ConfigError, match="No row"), routing.using([]):
@@ -160,11 +162,11 @@ def test_what_is_refused(model: PreTrainedModel, memories: dict[str, RoutingMemo
 
 
 def test_a_memory_that_was_chosen_and_never_asked(
-    model: PreTrainedModel, memories: dict[str, RoutingMemory]
+    family_model: PreTrainedModel, memories: dict[str, RoutingMemory]
 ) -> None:
-    with attach_all(model, memories) as routing:
+    with attach_all(family_model, memories) as routing:
         with routing.using("law"), routing.using("medicine"):
-            read(model)
+            read(family_model)
         with routing.using("law"):
             pass
     assert routing.stats()["law"][max(memories["law"].layers)].calls == 0
@@ -172,12 +174,12 @@ def test_a_memory_that_was_chosen_and_never_asked(
 
 @pytest.mark.parametrize("ids", [ROWS, ROWS[:1, :8]])
 def test_rows_that_are_not_the_batch_s(
-    model: PreTrainedModel, memories: dict[str, RoutingMemory], ids: Tensor
+    family_model: PreTrainedModel, memories: dict[str, RoutingMemory], ids: Tensor
 ) -> None:
     with (
         pytest.raises(ConfigError, match="each of 2 rows"),
-        attach_all(model, memories) as routing,
+        attach_all(family_model, memories) as routing,
         routing.using(["law", None]),
     ):
-        read(model, ids)
-    assert not any(router.scope._forward_pre_hooks for router in find_routers(model))
+        read(family_model, ids)
+    assert not any(router.scope._forward_pre_hooks for router in find_routers(family_model))

@@ -20,14 +20,14 @@ from knn_moe.errors import ConfigError
 
 
 def test_a_memory_without_an_example_is_as_if_it_had_never_read_it(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    zoo_olmoe: PreTrainedModel, zoo_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     texts = make_texts(10)
     config = replace(BUILD, batch_tokens=1)  # a batch each: rounding is the same in both
-    built = build_memory(model, tokenizer, texts, config)
+    built = build_memory(zoo_olmoe, zoo_tokenizer, texts, config)
     rest = built.without([2, 5], folder=tmp_path / "rest")
     never = build_memory(
-        model, tokenizer, [text for n, text in enumerate(texts) if n not in (2, 5)], config
+        zoo_olmoe, zoo_tokenizer, [text for n, text in enumerate(texts) if n not in (2, 5)], config
     )
     for index, layer in rest.full_layers().items():
         assert torch.equal(layer.keys, never.full_layers()[index].keys)
@@ -41,11 +41,11 @@ def test_a_memory_without_an_example_is_as_if_it_had_never_read_it(
 
 
 def test_nothing_of_a_dropped_example_is_in_the_files(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    zoo_olmoe: PreTrainedModel, zoo_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     """Every byte of it: its tokens in a row, and each of its keys."""
     texts = [*make_texts(6), " ".join(str(n) for n in range(20, 40))]
-    built = build_memory(model, tokenizer, texts, BUILD)
+    built = build_memory(zoo_olmoe, zoo_tokenizer, texts, BUILD)
     built.without([6], folder=tmp_path / "rest")
     built.save_pretrained(tmp_path / "whole")
     mine = built.provenance.example == 6
@@ -70,43 +70,45 @@ def test_nothing_of_a_dropped_example_is_in_the_files(
     ],
 )
 def test_what_cannot_be_dropped(
-    memory: RoutingMemory, examples: list[int], message: str, tmp_path: Path
+    zoo_memory: RoutingMemory, examples: list[int], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        memory.without(examples, folder=tmp_path / "rest")
+        zoo_memory.without(examples, folder=tmp_path / "rest")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_twin_must_go_too(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_twin_must_go_too(
+    zoo_olmoe: PreTrainedModel, zoo_tokenizer: PreTrainedTokenizerFast
+) -> None:
     texts = make_texts(4)
-    twice = build_memory(model, tokenizer, [*texts, texts[1]], BUILD)
+    twice = build_memory(zoo_olmoe, zoo_tokenizer, [*texts, texts[1]], BUILD)
     with pytest.raises(ConfigError, match="Example 4 has the same text"):
         twice.without([1])
     assert twice.without([1, 4]).provenance.num_examples == 3
 
 
-def test_dropping_from_a_pruned_memory_keeps_its_width(memory: RoutingMemory) -> None:
-    small = prune(None, memory, 0.5, by="chance")
+def test_dropping_from_a_pruned_memory_keeps_its_width(zoo_memory: RoutingMemory) -> None:
+    small = prune(None, zoo_memory, 0.5, by="chance")
     rest = small.without([7])
-    assert rest.layers[0].gamma == memory.layers[0].gamma
+    assert rest.layers[0].gamma == zoo_memory.layers[0].gamma
     assert rest.manifest.pruned == small.manifest.pruned
     assert 7 in small.provenance.example
     assert 7 not in rest.provenance.example
-    assert memory.without([7]).layers[0].gamma != memory.layers[0].gamma
+    assert zoo_memory.without([7]).layers[0].gamma != zoo_memory.layers[0].gamma
 
 
-def test_a_calibration_that_read_them_is_forgotten(memory: RoutingMemory) -> None:
-    manifest = replace(memory.manifest, calibration={"helps": True})
-    rest = replace(memory, manifest=manifest).without([7])
+def test_a_calibration_that_read_them_is_forgotten(zoo_memory: RoutingMemory) -> None:
+    manifest = replace(zoo_memory.manifest, calibration={"helps": True})
+    rest = replace(zoo_memory, manifest=manifest).without([7])
     assert rest.manifest.calibration is None
-    assert rest.routing == memory.build.routing()
+    assert rest.routing == zoo_memory.build.routing()
 
 
 # The commands
 
 
-def test_the_drop_command(memory: RoutingMemory, tmp_path: Path) -> None:
-    memory.save_pretrained(tmp_path / "memory")
+def test_the_drop_command(zoo_memory: RoutingMemory, tmp_path: Path) -> None:
+    zoo_memory.save_pretrained(tmp_path / "memory")
     drop = ("drop", tmp_path / "memory", "-o", tmp_path / "rest", "--example")
     refused = knn_moe(*drop, 99)
     assert refused.exit_code == 2
@@ -117,7 +119,7 @@ def test_the_drop_command(memory: RoutingMemory, tmp_path: Path) -> None:
     facts = json.loads(done.stdout)
     rest = RoutingMemory.from_pretrained(tmp_path / "rest")
     assert facts["examples"] == rest.provenance.num_examples == 10
-    assert facts["cases"] + facts["dropped"] == len(memory)
+    assert facts["cases"] + facts["dropped"] == len(zoo_memory)
 
 
 def test_appending_is_building_both(saved_model: Path, tmp_path: Path) -> None:
@@ -146,9 +148,11 @@ def test_appending_is_building_both(saved_model: Path, tmp_path: Path) -> None:
 
 
 def test_appending_to_another_model_s_memory_is_told_first(
-    saved_model: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    saved_model: Path, zoo_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    build_memory(family("gpt_oss"), tokenizer, make_texts(3), BUILD, folder=tmp_path / "foreign")
+    build_memory(
+        family("gpt_oss"), zoo_tokenizer, make_texts(3), BUILD, folder=tmp_path / "foreign"
+    )
     (tmp_path / "more.jsonl").write_text(json.dumps({"text": "4 5 6 7"}) + "\n")
     source = tmp_path / "more.jsonl"
     foreign, grown = tmp_path / "foreign", tmp_path / "grown"

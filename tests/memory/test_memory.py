@@ -20,8 +20,8 @@ CONFIG = BuildConfig(learning_rate=2.0, steps=2)
 
 
 @pytest.fixture(scope="module")
-def built(tokenizer: object) -> RoutingMemory:
-    return build_memory(family("olmoe"), tokenizer, TEXTS, CONFIG)
+def built(zoo_tokenizer: object) -> RoutingMemory:
+    return build_memory(family("olmoe"), zoo_tokenizer, TEXTS, CONFIG)
 
 
 @pytest.fixture
@@ -50,12 +50,12 @@ def assert_same(one: RoutingMemory, other: RoutingMemory) -> None:
 
 
 def test_saved_opened_and_attached_it_is_the_same(
-    built: RoutingMemory, folder: Path, tokenizer: object
+    built: RoutingMemory, folder: Path, zoo_tokenizer: object
 ) -> None:
     opened = RoutingMemory.from_pretrained(folder)
     assert_same(opened, built)
     model = family("olmoe")
-    ids = encode(tokenizer, make_texts(1, seed=3)[0])
+    ids = encode(zoo_tokenizer, make_texts(1, seed=3)[0])
     with attach(model, built):
         expected = model(ids, use_cache=False).logits
     with attach(model, opened):
@@ -181,12 +181,12 @@ def test_neither_a_folder_nor_on_the_hub(offline_hub: Path) -> None:
         RoutingMemory.from_pretrained("nobody/nothing")
 
 
-def test_merging(built: RoutingMemory, tokenizer: object, tmp_path: Path) -> None:
+def test_merging(built: RoutingMemory, zoo_tokenizer: object, tmp_path: Path) -> None:
     model = family("olmoe")
     more = make_texts(5, seed=1)
-    other = build_memory(model, tokenizer, more, CONFIG)
+    other = build_memory(model, zoo_tokenizer, more, CONFIG)
     merged = built.merge(other, folder=tmp_path / "merged")
-    together = build_memory(model, tokenizer, TEXTS + more, CONFIG)
+    together = build_memory(model, zoo_tokenizer, TEXTS + more, CONFIG)
     assert len(merged) == len(built) + len(other)
     assert torch.equal(merged.provenance.example, together.provenance.example)
     for index, layer in merged.layers.items():
@@ -197,14 +197,14 @@ def test_merging(built: RoutingMemory, tokenizer: object, tmp_path: Path) -> Non
     assert len(built.merge()) == len(built)
 
 
-def test_merging_strangers_is_refused(built: RoutingMemory, tokenizer: object) -> None:
-    stranger = build_memory(family("gpt_oss"), tokenizer, TEXTS)
+def test_merging_strangers_is_refused(built: RoutingMemory, zoo_tokenizer: object) -> None:
+    stranger = build_memory(family("gpt_oss"), zoo_tokenizer, TEXTS)
     with pytest.raises(MemoryMismatchError, match=r"OlmoeForCausalLM.*GptOssForCausalLM"):
         built.merge(stranger)
 
 
-def test_a_temporary_folder_lives_as_long_as_its_memory(tokenizer: object) -> None:
-    memory = build_memory(family("olmoe"), tokenizer, TEXTS[:2])
+def test_a_temporary_folder_lives_as_long_as_its_memory(zoo_tokenizer: object) -> None:
+    memory = build_memory(family("olmoe"), zoo_tokenizer, TEXTS[:2])
     place = memory.folder
     assert place is not None
     assert place.is_dir()
@@ -236,9 +236,9 @@ def test_publishing_uploads_the_folder_with_its_card(
     assert in_ram.push_to_hub("me/memory") == "https://hub/me/memory"
 
 
-def test_an_empty_memory_changes_nothing(built: RoutingMemory, tokenizer: object) -> None:
+def test_an_empty_memory_changes_nothing(built: RoutingMemory, zoo_tokenizer: object) -> None:
     model = family("olmoe")
-    ids = encode(tokenizer, TEXTS[0])
+    ids = encode(zoo_tokenizer, TEXTS[0])
     base = model(ids, use_cache=False).logits
     nothing = Provenance(
         built.provenance.stream,

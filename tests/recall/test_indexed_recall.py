@@ -41,52 +41,58 @@ from knn_moe.recall.neighbours import Widths
 
 
 @pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
+def uneven_model() -> PreTrainedModel:
     return uneven()
 
 
 @pytest.fixture(scope="module")
-def memory(tokenizer: object) -> RoutingMemory:
-    return build_memory(uneven(), tokenizer, MANY, BUILD)
+def uneven_memory(zoo_tokenizer: object) -> RoutingMemory:
+    return build_memory(uneven(), zoo_tokenizer, MANY, BUILD)
 
 
 @pytest.fixture(scope="module")
-def small(memory: RoutingMemory, tmp_path_factory: pytest.TempPathFactory) -> RoutingMemory:
-    return compress(memory, FAST, tmp_path_factory.mktemp("memories") / "small")
+def small(uneven_memory: RoutingMemory, tmp_path_factory: pytest.TempPathFactory) -> RoutingMemory:
+    return compress(uneven_memory, FAST, tmp_path_factory.mktemp("memories") / "small")
 
 
 @pytest.fixture(scope="module")
-def ids(tokenizer: Any) -> Tensor:
+def ids(zoo_tokenizer: Any) -> Tensor:
     texts = make_texts(6, seed=5, shortest=9, longest=9)
-    return torch.cat([encode(tokenizer, text) for text in texts])
+    return torch.cat([encode(zoo_tokenizer, text) for text in texts])
 
 
 @every_kind
 @every_similarity
 def test_every_index_serves_every_similarity(
-    kind: str, similarity: str, model: PreTrainedModel, memory: RoutingMemory, ids: Tensor
+    kind: str,
+    similarity: str,
+    uneven_model: PreTrainedModel,
+    uneven_memory: RoutingMemory,
+    ids: Tensor,
 ) -> None:
     index, limit = KINDS[kind]
-    _, own = run(model, ids)
-    with attach(model, memory, RoutingConfig(k=3, similarity=similarity)):
-        _, exact = run(model, ids)
-    with attach(model, memory, RoutingConfig(k=3, similarity=similarity, index=index)):
-        _, found = run(model, ids)
+    _, own = run(uneven_model, ids)
+    with attach(uneven_model, uneven_memory, RoutingConfig(k=3, similarity=similarity)):
+        _, exact = run(uneven_model, ids)
+    with attach(
+        uneven_model, uneven_memory, RoutingConfig(k=3, similarity=similarity, index=index)
+    ):
+        _, found = run(uneven_model, ids)
     assert off(found, exact, own) < limit
 
 
 def test_what_a_wrong_index_would_show(
-    model: PreTrainedModel, memory: RoutingMemory, ids: Tensor
+    uneven_model: PreTrainedModel, uneven_memory: RoutingMemory, ids: Tensor
 ) -> None:
-    _, own = run(model, ids)
+    _, own = run(uneven_model, ids)
     found = {}
     for name in SIMILARITIES:
-        with attach(model, memory, RoutingConfig(k=3, similarity=name)):
-            _, found[name] = run(model, ids)
+        with attach(uneven_model, uneven_memory, RoutingConfig(k=3, similarity=name)):
+            _, found[name] = run(uneven_model, ids)
     for one, other in itertools.permutations(SIMILARITIES, 2):
         assert off(found[one], found[other], own) > 0.15
-    with attach(model, shuffle_values(memory), RoutingConfig(k=3)):
-        assert off(run(model, ids)[1], found["rbf"], own) > 1
+    with attach(uneven_model, shuffle_values(uneven_memory), RoutingConfig(k=3)):
+        assert off(run(uneven_model, ids)[1], found["rbf"], own) > 1
 
 
 @every_kind
@@ -94,21 +100,21 @@ def test_what_a_wrong_index_would_show(
 def test_compressed_saved_and_opened_it_does_the_same(
     kind: str,
     similarity: str,
-    model: PreTrainedModel,
-    memory: RoutingMemory,
+    uneven_model: PreTrainedModel,
+    uneven_memory: RoutingMemory,
     ids: Tensor,
     tmp_path: Path,
 ) -> None:
     config = RoutingConfig(k=3, similarity=similarity, index=KINDS[kind][0])
-    expected = logits(model, memory, config, ids)
-    full = meant_for(memory, k=3, similarity=similarity)
+    expected = logits(uneven_model, uneven_memory, config, ids)
+    full = meant_for(uneven_memory, k=3, similarity=similarity)
     made = compress(full, KINDS[kind][0], tmp_path / "made")
-    assert torch.equal(logits(model, made, None, ids), expected)
+    assert torch.equal(logits(uneven_model, made, None, ids), expected)
     made.save_pretrained(tmp_path / "saved")
     opened = RoutingMemory.from_pretrained(tmp_path / "saved")
     assert opened.manifest == made.manifest
     assert opened.manifest.routing == config
-    assert torch.equal(logits(model, opened, None, ids), expected)
+    assert torch.equal(logits(uneven_model, opened, None, ids), expected)
     assert (tmp_path / "saved" / "layer-000.safetensors").read_bytes() == (
         tmp_path / "made" / "layer-000.safetensors"
     ).read_bytes()
@@ -116,7 +122,7 @@ def test_compressed_saved_and_opened_it_does_the_same(
 
 
 def test_a_layer_that_was_never_written(
-    model: PreTrainedModel, memory: RoutingMemory, small: RoutingMemory, ids: Tensor
+    uneven_model: PreTrainedModel, uneven_memory: RoutingMemory, small: RoutingMemory, ids: Tensor
 ) -> None:
     layers = {
         number: compress_layer(
@@ -126,58 +132,64 @@ def test_a_layer_that_was_never_written(
             small.routing,
             CPU,
         )
-        for number, layer in memory.full_layers().items()
+        for number, layer in uneven_memory.full_layers().items()
     }
     fresh = replace(small, layers=layers, folder=None)
-    assert torch.equal(logits(model, fresh, None, ids), logits(model, small, None, ids))
+    assert torch.equal(
+        logits(uneven_model, fresh, None, ids), logits(uneven_model, small, None, ids)
+    )
     assert fresh.nbytes == small.nbytes
 
 
 def test_an_index_by_its_name(
-    model: PreTrainedModel,
-    memory: RoutingMemory,
+    uneven_model: PreTrainedModel,
+    uneven_memory: RoutingMemory,
     small: RoutingMemory,
     ids: Tensor,
     tmp_path: Path,
 ) -> None:
-    expected = logits(model, memory, RoutingConfig(index="fast"), ids)
-    assert torch.equal(logits(model, small, None, ids), expected)
-    assert torch.equal(logits(model, compress(memory, "fast", tmp_path / "m"), None, ids), expected)
+    expected = logits(uneven_model, uneven_memory, RoutingConfig(index="fast"), ids)
+    assert torch.equal(logits(uneven_model, small, None, ids), expected)
+    assert torch.equal(
+        logits(uneven_model, compress(uneven_memory, "fast", tmp_path / "m"), None, ids), expected
+    )
 
 
 def test_a_cosine_memory_serves_the_kernel_on_unit_vectors_as_well(
-    model: PreTrainedModel, memory: RoutingMemory, ids: Tensor, tmp_path: Path
+    uneven_model: PreTrainedModel, uneven_memory: RoutingMemory, ids: Tensor, tmp_path: Path
 ) -> None:
-    made = compress(meant_for(memory, similarity="cosine"), FAST, tmp_path / "made")
-    expected = logits(model, memory, RoutingConfig(similarity="rbf-unit", index=FAST), ids)
-    found = logits(model, made, RoutingConfig(similarity="rbf-unit"), ids)
+    made = compress(meant_for(uneven_memory, similarity="cosine"), FAST, tmp_path / "made")
+    expected = logits(
+        uneven_model, uneven_memory, RoutingConfig(similarity="rbf-unit", index=FAST), ids
+    )
+    found = logits(uneven_model, made, RoutingConfig(similarity="rbf-unit"), ids)
     assert torch.equal(found, expected)
 
 
 def test_a_kernels_width_is_the_memorys_own_whatever_its_routing_says(
-    model: PreTrainedModel, memory: RoutingMemory, ids: Tensor, tmp_path: Path
+    uneven_model: PreTrainedModel, uneven_memory: RoutingMemory, ids: Tensor, tmp_path: Path
 ) -> None:
-    full = meant_for(memory, gamma=0.2, gamma_scale=0.5)
+    full = meant_for(uneven_memory, gamma=0.2, gamma_scale=0.5)
     made = compress(full, FAST, tmp_path / "made")
     for config in (RoutingConfig(), RoutingConfig(gamma_scale=0.5), full.routing):
-        expected = logits(model, memory, replace(config, index=FAST), ids)
-        assert torch.equal(logits(model, made, config, ids), expected)
-    assert made.layers[0].gamma == memory.layers[0].gamma
-    twice = of_rows(memory, torch.arange(20).repeat(2))
+        expected = logits(uneven_model, uneven_memory, replace(config, index=FAST), ids)
+        assert torch.equal(logits(uneven_model, made, config, ids), expected)
+    assert made.layers[0].gamma == uneven_memory.layers[0].gamma
+    twice = of_rows(uneven_memory, torch.arange(20).repeat(2))
     extreme = meant_for(twice, gamma=3e38, gamma_scale=1e3)
     quality = compress(extreme, FAST, tmp_path / "extreme").layers[0].quality
     assert 0 <= quality.confidence_error <= 1  # where the width is past fp32, it is no number
 
 
 def test_what_is_asked_of_a_compressed_index(
-    model: PreTrainedModel, memory: RoutingMemory, ids: Tensor, tmp_path: Path
+    uneven_model: PreTrainedModel, uneven_memory: RoutingMemory, ids: Tensor, tmp_path: Path
 ) -> None:
     """Its own settings, but for the probes and whether to rank again."""
     for index in (IndexConfig(kind="fast", rerank=True), IndexConfig(kind="ivfpq", rerank=True)):
-        made = compress(memory, index, tmp_path / index.kind)
+        made = compress(uneven_memory, index, tmp_path / index.kind)
         for asked in (index, replace(index, rerank=False), replace(index, probes=1)):
-            expected = logits(model, memory, RoutingConfig(index=asked), ids)
-            found = logits(model, made, RoutingConfig(index=asked), ids)
+            expected = logits(uneven_model, uneven_memory, RoutingConfig(index=asked), ids)
+            found = logits(uneven_model, made, RoutingConfig(index=asked), ids)
             # FAISS adds in another order with tables than without, on some machines.
             exactly = {"rtol": 0.0, "atol": 0.0} if index.kind == "fast" else {}
             torch.testing.assert_close(found, expected, **exactly)
@@ -185,13 +197,16 @@ def test_what_is_asked_of_a_compressed_index(
 
 @pytest.mark.parametrize("other", [{"bits": 8}, {"value_bits": 4}, {"dims": 64}], ids=str)
 def test_a_compressed_index_is_what_it_is(
-    other: dict[str, int], model: PreTrainedModel, memory: RoutingMemory, tmp_path: Path
+    other: dict[str, int],
+    uneven_model: PreTrainedModel,
+    uneven_memory: RoutingMemory,
+    tmp_path: Path,
 ) -> None:
-    made = compress(memory, FAST, tmp_path / "fast")
+    made = compress(uneven_memory, FAST, tmp_path / "fast")
     ((name, value),) = other.items()
     asked = RoutingConfig(index=replace(FAST, **other))
     with pytest.raises(ConfigError, match=f"{name}={value} was asked for. Leave it out"):
-        attach(model, made, asked)
+        attach(uneven_model, made, asked)
 
 
 @pytest.mark.parametrize(
@@ -203,19 +218,19 @@ def test_a_compressed_index_is_what_it_is(
 def test_memories_of_few_cases(
     kind: str,
     rows: list[int],
-    model: PreTrainedModel,
-    memory: RoutingMemory,
+    uneven_model: PreTrainedModel,
+    uneven_memory: RoutingMemory,
     ids: Tensor,
     tmp_path: Path,
 ) -> None:
-    few = meant_for(of_rows(memory, torch.tensor(rows)), k=3)
+    few = meant_for(of_rows(uneven_memory, torch.tensor(rows)), k=3)
     made = compress(few, KINDS[kind][0], tmp_path / "made")
     assert len(made) == len(made.layers[0]) == len(rows)
     assert made.layers[0].quality.recall == 1
-    with attach(model, few) as routing:
-        exact = trace(model, routing, ids)[0]
-    with attach(model, made) as routing:
-        found = trace(model, routing, ids)[0]
+    with attach(uneven_model, few) as routing:
+        exact = trace(uneven_model, routing, ids)[0]
+    with attach(uneven_model, made) as routing:
+        found = trace(uneven_model, routing, ids)[0]
     ratio = found.squared_distance / exact.squared_distance
     # Queries beyond the edge of a grid that is made for a few keys seem nearer than they are.
     least = 0.5 if KINDS[kind][0] in (FAST, replace(FAST, bits=8)) else 0.99
@@ -223,9 +238,9 @@ def test_memories_of_few_cases(
     assert ratio.max() < 1.1
 
 
-def test_axes_of_keys_all_alike(memory: RoutingMemory) -> None:
+def test_axes_of_keys_all_alike(uneven_memory: RoutingMemory) -> None:
     """Rounding is all that is left of them: of one in fifty, fp32 solvers find no axes."""
-    for key in memory.full_layers()[0].keys[:300]:
+    for key in uneven_memory.full_layers()[0].keys[:300]:
         for count in (3, 40):
             rest = key.repeat(count, 1) - key.repeat(count, 1).mean(dim=0)
             axes = principal_axes(rest.T @ rest)
@@ -233,11 +248,11 @@ def test_axes_of_keys_all_alike(memory: RoutingMemory) -> None:
 
 
 def test_compiled(
-    model: PreTrainedModel, small: RoutingMemory, ids: Tensor, compiled_state: None
+    uneven_model: PreTrainedModel, small: RoutingMemory, ids: Tensor, compiled_state: None
 ) -> None:
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    with attach(model, small, RoutingConfig(k=3)) as routing, torch.no_grad():
-        expected = model(ids, use_cache=False).logits
+    compiled = torch.compile(uneven_model, backend="eager", fullgraph=True)
+    with attach(uneven_model, small, RoutingConfig(k=3)) as routing, torch.no_grad():
+        expected = uneven_model(ids, use_cache=False).logits
         torch.testing.assert_close(compiled(ids, use_cache=False).logits, expected)
         assert {(layer.calls, layer.tokens) for layer in routing.stats().values()} == {(2, 108)}
 
@@ -245,10 +260,10 @@ def test_compiled(
 @pytest.mark.skipif(which("g++") is None, reason="torch.compile needs a C++ compiler on CPUs")
 @pytest.mark.parametrize("index", [None, FAST], ids=["exact", "fast"])
 def test_compiled_by_the_usual_compiler(
-    index: IndexConfig | None, memory: RoutingMemory, compiled_state: None
+    index: IndexConfig | None, uneven_memory: RoutingMemory, compiled_state: None
 ) -> None:
     """Which rewrites what it is given, and once lost a factor on the way: cases were others."""
-    layer = memory.full_layers()[0]
+    layer = uneven_memory.full_layers()[0]
     config = RoutingConfig(k=3, index=index)
     recall = LayerRecall(layer, Widths(layer.gamma, layer.gamma), config, CPU)
     inputs, own = layer.keys[::40].float() + 0.1, layer.values[1::40]
@@ -259,9 +274,9 @@ def test_compiled_by_the_usual_compiler(
 
 
 @every_kind
-def test_bfloat16(kind: str, tokenizer: object, ids: Tensor, tmp_path: Path) -> None:
+def test_bfloat16(kind: str, zoo_tokenizer: object, ids: Tensor, tmp_path: Path) -> None:
     model = uneven().to(torch.bfloat16)
-    memory = meant_for(build_memory(model, tokenizer, TEXTS[:4], BUILD), k=2)
+    memory = meant_for(build_memory(model, zoo_tokenizer, TEXTS[:4], BUILD), k=2)
     made = compress(memory, KINDS[kind][0], tmp_path / "made")
     assert made.layers[0].shape.dtype == torch.bfloat16
     config = replace(memory.routing, index=KINDS[kind][0])
@@ -274,13 +289,13 @@ def test_bfloat16(kind: str, tokenizer: object, ids: Tensor, tmp_path: Path) -> 
 
 
 def test_a_trace_of_a_fast_index_speaks_of_the_memorys_rows(
-    model: PreTrainedModel, memory: RoutingMemory, small: RoutingMemory, ids: Tensor
+    uneven_model: PreTrainedModel, uneven_memory: RoutingMemory, small: RoutingMemory, ids: Tensor
 ) -> None:
-    with attach(model, memory, RoutingConfig(k=3)) as routing:
-        exact = trace(model, routing, ids)
+    with attach(uneven_model, uneven_memory, RoutingConfig(k=3)) as routing:
+        exact = trace(uneven_model, routing, ids)
     for config in (RoutingConfig(k=3), RoutingConfig(k=3, index=FAST)):
-        with attach(model, small, config) as routing:
-            found = trace(model, routing, ids)
+        with attach(uneven_model, small, config) as routing:
+            found = trace(uneven_model, routing, ids)
         assert found[0].rows.shape == exact[0].rows.shape
         assert (found[0].rows[:, 0] == exact[0].rows[:, 0]).float().mean() > 0.7
         distance = exact[0].squared_distance
@@ -291,11 +306,11 @@ def test_a_trace_of_a_fast_index_speaks_of_the_memorys_rows(
 
 
 def test_a_text_of_the_reference_recalls_itself(
-    model: PreTrainedModel, small: RoutingMemory, tokenizer: Any
+    uneven_model: PreTrainedModel, small: RoutingMemory, zoo_tokenizer: Any
 ) -> None:
-    ids = encode(tokenizer, MANY[3])
-    with attach(model, small) as routing:
-        rows = trace(model, routing, ids)[0].rows[:, 0].tolist()
+    ids = encode(zoo_tokenizer, MANY[3])
+    with attach(uneven_model, small) as routing:
+        rows = trace(uneven_model, routing, ids)[0].rows[:, 0].tolist()
     itself = [
         small.provenance.context(row, before=100, after=0)[0] == ids[0, : token + 1].tolist()
         for token, row in enumerate(rows)
@@ -303,18 +318,18 @@ def test_a_text_of_the_reference_recalls_itself(
     assert sum(itself) >= 0.9 * len(itself)
 
 
-def test_counts(model: PreTrainedModel, small: RoutingMemory, ids: Tensor) -> None:
+def test_counts(uneven_model: PreTrainedModel, small: RoutingMemory, ids: Tensor) -> None:
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
     real = mask.bool().flatten()
 
     @torch.no_grad()
     def chosen() -> Tensor:
-        output = model(ids, attention_mask=mask, use_cache=False, output_router_logits=True)
+        output = uneven_model(ids, attention_mask=mask, use_cache=False, output_router_logits=True)
         return output.router_logits[0].topk(2).indices.sort().values
 
     before = chosen()
-    with attach(model, small, RoutingConfig(layers=(0,))) as routing:
+    with attach(uneven_model, small, RoutingConfig(layers=(0,))) as routing:
         after = chosen()
         calls = counted(routing)
         chosen()
@@ -322,7 +337,7 @@ def test_counts(model: PreTrainedModel, small: RoutingMemory, ids: Tensor) -> No
     changed = (before != after).any(dim=-1)[real]
     assert calls == (1, int(mask.sum()), pytest.approx(float(changed.float().mean())))
     assert 0 < calls[2] < 1
-    with attach(model, small, RoutingConfig(stats=False)) as routing:
+    with attach(uneven_model, small, RoutingConfig(stats=False)) as routing:
         chosen()
         assert routing.stats()[0].changed is None
 

@@ -59,16 +59,16 @@ class SlowTokenizer(PreTrainedTokenizer):
 
 
 @pytest.fixture
-def chat_tokenizer(tokenizer: Any) -> Any:
-    own = copy.deepcopy(tokenizer)
+def chat_tokenizer(zoo_tokenizer: Any) -> Any:
+    own = copy.deepcopy(zoo_tokenizer)
     own.chat_template = TEMPLATE
     return own
 
 
 @pytest.fixture
-def framed_tokenizer(tokenizer: Any) -> Any:
+def framed_tokenizer(zoo_tokenizer: Any) -> Any:
     """Puts 1 before and 2 after every text, as many models' tokenizers do."""
-    own = copy.deepcopy(tokenizer)
+    own = copy.deepcopy(zoo_tokenizer)
     own.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="1 $A 2", special_tokens=[("1", 1), ("2", 2)]
     )
@@ -153,8 +153,8 @@ def test_messages_must_not_be_a_text() -> None:
         Example.of({"messages": "3 4"})
 
 
-def test_a_plain_text_is_tokenised_as_it_is(tokenizer: Any, framed_tokenizer: Any) -> None:
-    for each in (tokenizer, framed_tokenizer):
+def test_a_plain_text_is_tokenised_as_it_is(zoo_tokenizer: Any, framed_tokenizer: Any) -> None:
+    for each in (zoo_tokenizer, framed_tokenizer):
         for text in make_texts(3):
             assert tokenise(Example.of(text), each) == Tokens(each(text)["input_ids"], 0)
 
@@ -171,10 +171,15 @@ def test_a_plain_text_is_tokenised_as_it_is(tokenizer: Any, framed_tokenizer: An
     ],
 )
 def test_a_prompt_and_completion_are_the_joined_text(
-    prompt: str, completion: str, ids: list[int], start: int, tokenizer: Any, framed_tokenizer: Any
+    prompt: str,
+    completion: str,
+    ids: list[int],
+    start: int,
+    zoo_tokenizer: Any,
+    framed_tokenizer: Any,
 ) -> None:
     example = Example(prompt, completion)
-    assert tokenise(example, tokenizer) == Tokens(ids, start)
+    assert tokenise(example, zoo_tokenizer) == Tokens(ids, start)
     framed = tokenise(example, framed_tokenizer)
     assert framed.ids == [1, *ids, 2]
     assert framed.completion_start == (start + 1 if start < len(ids) else len(framed.ids))
@@ -212,9 +217,9 @@ def test_a_generation_prompt_unlike_the_turn_ends_where_they_part(chat_tokenizer
     assert tokens.ids[tokens.completion_start :] == [7, 8, 100]
 
 
-def test_messages_need_a_chat_template(tokenizer: Any) -> None:
+def test_messages_need_a_chat_template(zoo_tokenizer: Any) -> None:
     with pytest.raises(ReferenceSetError, match="no chat template"):
-        tokenise(Example.of(CHAT), tokenizer)
+        tokenise(Example.of(CHAT), zoo_tokenizer)
 
 
 def test_a_missing_file(tmp_path: Path) -> None:

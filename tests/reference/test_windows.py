@@ -31,8 +31,8 @@ def read(
     return read_tokens(examples, tokenizer, BuildConfig(tokens=tokens), max_length)
 
 
-def test_a_long_text_is_cut_into_windows(tokenizer: Any) -> None:
-    reference = read(tokenizer, ["11 12 13 14 15", "21 22 23"], max_length=2)
+def test_a_long_text_is_cut_into_windows(zoo_tokenizer: Any) -> None:
+    reference = read(zoo_tokenizer, ["11 12 13 14 15", "21 22 23"], max_length=2)
     provenance = reference.provenance
     assert reference.lengths.tolist() == [2, 2, 1, 2, 1]
     assert provenance.stream.tolist() == [11, 12, 13, 14, 15, 21, 22, 23]
@@ -41,8 +41,8 @@ def test_a_long_text_is_cut_into_windows(tokenizer: Any) -> None:
     assert (provenance.stream.dtype, provenance.key.dtype) == (torch.int32, torch.int64)
 
 
-def test_all_tokens_are_kept_and_scored_but_for_the_last(tokenizer: Any) -> None:
-    reference = read(tokenizer, ["11 12 13 14 15", "21"], max_length=3)
+def test_all_tokens_are_kept_and_scored_but_for_the_last(zoo_tokenizer: Any) -> None:
+    reference = read(zoo_tokenizer, ["11 12 13 14 15", "21"], max_length=3)
     assert reference.scored.tolist() == [True, True, False, True, False, False]
     assert reference.kept.all()
     assert reference.provenance.key.tolist() == list(range(6))
@@ -57,36 +57,36 @@ def test_all_tokens_are_kept_and_scored_but_for_the_last(tokenizer: Any) -> None
     ],
 )
 def test_only_tokens_that_predict_the_completion_are_kept(
-    max_length: int, scored: list[bool], tokenizer: Any
+    max_length: int, scored: list[bool], zoo_tokenizer: Any
 ) -> None:
     pair = {"prompt": "11 12", "completion": " 13 14 15"}
-    reference = read(tokenizer, [pair], "completion", max_length)
+    reference = read(zoo_tokenizer, [pair], "completion", max_length)
     assert reference.scored.tolist() == reference.kept.tolist() == scored
     assert reference.provenance.key.tolist() == [place for place, here in enumerate(scored) if here]
 
 
-def test_a_plain_text_is_all_completion(tokenizer: Any) -> None:
-    reference = read(tokenizer, ["11 12 13"], "completion")
+def test_a_plain_text_is_all_completion(zoo_tokenizer: Any) -> None:
+    reference = read(zoo_tokenizer, ["11 12 13"], "completion")
     assert reference.kept.tolist() == [True, True, False]
 
 
-def test_an_empty_example_is_passed_over_and_still_counted(tokenizer: Any) -> None:
-    reference = read(tokenizer, ["", "11 12", "", "21"])
+def test_an_empty_example_is_passed_over_and_still_counted(zoo_tokenizer: Any) -> None:
+    reference = read(zoo_tokenizer, ["", "11 12", "", "21"])
     assert reference.provenance.example.tolist() == [1, 1, 3]
     assert reference.lengths.tolist() == [2, 1]
 
 
 @pytest.mark.parametrize("items", [[], ["", ""]])
-def test_no_tokens_at_all(items: list[str], tokenizer: Any) -> None:
+def test_no_tokens_at_all(items: list[str], zoo_tokenizer: Any) -> None:
     with pytest.raises(ReferenceSetError, match="holds no tokens"):
-        read(tokenizer, items)
+        read(zoo_tokenizer, items)
 
 
-def test_nothing_to_keep(tokenizer: Any) -> None:
+def test_nothing_to_keep(zoo_tokenizer: Any) -> None:
     items = [{"prompt": "11 12", "completion": ""}, "21"]
-    assert len(read(tokenizer, items).provenance) == 3
+    assert len(read(zoo_tokenizer, items).provenance) == 3
     with pytest.raises(ReferenceSetError, match=r"nothing to keep.*tokens='all'"):
-        read(tokenizer, items, "completion")
+        read(zoo_tokenizer, items, "completion")
 
 
 def random_lengths(count: int, longest: int = 60) -> list[int]:
@@ -128,8 +128,8 @@ def test_windows_are_sorted_a_pool_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
     assert plan == [[2, 1, 0], [5, 4, 3], [6]]
 
 
-def test_a_batch_is_padded_on_the_right(tokenizer: Any) -> None:
-    reference = read(tokenizer, ["11 12 13", "21"])
+def test_a_batch_is_padded_on_the_right(zoo_tokenizer: Any) -> None:
+    reference = read(zoo_tokenizer, ["11 12 13", "21"])
     batch, rows = make_batch(reference, [1, 0])
     assert batch.ids.tolist() == [[21, 0, 0], [11, 12, 13]]
     assert batch.real.tolist() == [[True, False, False], [True, True, True]]
@@ -140,16 +140,16 @@ def test_a_batch_is_padded_on_the_right(tokenizer: Any) -> None:
     assert rows.spans == [(3, 0, 1), (0, 1, 3)]
 
 
-def test_windows_of_one_length_are_not_padded(tokenizer: Any) -> None:
-    batch, rows = make_batch(read(tokenizer, ["11 12", "21 22"]), [0, 1])
+def test_windows_of_one_length_are_not_padded(zoo_tokenizer: Any) -> None:
+    batch, rows = make_batch(read(zoo_tokenizer, ["11 12", "21 22"]), [0, 1])
     assert not batch.padded
     assert rows.kept is None
     assert rows.spans == [(0, 0, 4)]  # rows that follow one another are one run
 
 
-def test_a_window_without_cases_has_no_span(tokenizer: Any) -> None:
+def test_a_window_without_cases_has_no_span(zoo_tokenizer: Any) -> None:
     items = [{"prompt": "11 12", "completion": ""}, {"prompt": "21", "completion": " 22"}]
-    _, rows = make_batch(read(tokenizer, items, "completion"), [0, 1])
+    _, rows = make_batch(read(zoo_tokenizer, items, "completion"), [0, 1])
     assert rows.kept is not None
     assert rows.kept.tolist() == [2]
     assert rows.spans == [(0, 0, 1)]
@@ -159,9 +159,9 @@ def test_a_window_without_cases_has_no_span(tokenizer: Any) -> None:
 @pytest.mark.parametrize("max_length", [2, 5, 2048])
 @pytest.mark.parametrize("batch_tokens", [1, 50, 10**6])
 def test_batches_fill_every_row_with_its_own_token(
-    tokens: str, max_length: int, batch_tokens: int, tokenizer: Any
+    tokens: str, max_length: int, batch_tokens: int, zoo_tokenizer: Any
 ) -> None:
-    reference = read(tokenizer, PAIRS, tokens, max_length)
+    reference = read(zoo_tokenizer, PAIRS, tokens, max_length)
     provenance = reference.provenance
     filled = torch.full((len(provenance),), -1)
     scored = 0

@@ -43,7 +43,7 @@ def test_routers_are_found_by_layer(family: Family) -> None:
 
 
 @every_family
-def test_nothing_to_mix_changes_no_bit(family: Family, tokenizer: object) -> None:
+def test_nothing_to_mix_changes_no_bit(family: Family, zoo_tokenizer: object) -> None:
     model = family.build()
     batch = random_batch()
     base = model(batch.ids, use_cache=False).logits
@@ -62,10 +62,12 @@ def test_nothing_to_mix_changes_no_bit(family: Family, tokenizer: object) -> Non
 
 
 @every_family
-def test_zero_confidence_is_the_base_model_bit_for_bit(family: Family, tokenizer: object) -> None:
+def test_zero_confidence_is_the_base_model_bit_for_bit(
+    family: Family, zoo_tokenizer: object
+) -> None:
     model = family.build()
-    memory = build_memory(model, tokenizer, make_texts(4), BuildConfig(learning_rate=1.0))
-    ids = encode(tokenizer, make_texts(1, seed=9)[0])
+    memory = build_memory(model, zoo_tokenizer, make_texts(4), BuildConfig(learning_rate=1.0))
+    ids = encode(zoo_tokenizer, make_texts(1, seed=9)[0])
     base = model(ids, use_cache=False).logits
     state = {name: value.clone() for name, value in model.state_dict().items()}
     hooks = hook_count(model)

@@ -16,11 +16,11 @@ from knn_moe.routers.find import _find_declared, _find_named
 from knn_moe.routers.fingerprint import identify
 
 
-def test_a_router_says_what_it_maps(model: PreTrainedModel) -> None:
-    first = find_routers(model)[0]
+def test_a_router_says_what_it_maps(zoo_olmoe: PreTrainedModel) -> None:
+    first = find_routers(zoo_olmoe)[0]
     assert (first.name, first.layer) == ("model.layers.0.mlp.gate", 0)
     assert (first.hidden_size, first.num_experts, first.top_k) == (32, 8, 2)
-    assert first.module is model.model.layers[0].mlp.gate
+    assert first.module is zoo_olmoe.model.layers[0].mlp.gate
     assert "model.layers.0.mlp.gate" in repr(first)
 
 
@@ -94,11 +94,11 @@ def test_two_routers_of_one_layer_are_counted_up() -> None:
     assert [router.layer for router in find_routers(Twice())] == [0, 1, 2, 3]
 
 
-def test_the_fingerprint_is_of_the_weights(model: PreTrainedModel) -> None:
-    own = identify(model, find_routers(model))
+def test_the_fingerprint_is_of_the_weights(zoo_olmoe: PreTrainedModel) -> None:
+    own = identify(zoo_olmoe, find_routers(zoo_olmoe))
     assert identify(family("olmoe"), find_routers(family("olmoe"))) == own
     half = family("olmoe").to(torch.bfloat16)
     assert identify(half, find_routers(half)).fingerprint == own.fingerprint
     with torch.no_grad():
-        find_routers(model)[1].weight[0, 0] += 1
-    assert identify(model, find_routers(model)).fingerprint != own.fingerprint
+        find_routers(zoo_olmoe)[1].weight[0, 0] += 1
+    assert identify(zoo_olmoe, find_routers(zoo_olmoe)).fingerprint != own.fingerprint

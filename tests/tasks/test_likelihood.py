@@ -61,11 +61,13 @@ def plain_scores(model: nn.Module, contexts: Tensor, choices: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("name", "attached"), [("olmoe", True), ("qwen3_moe", True), ("gpt_oss", False)]
 )
-def test_token_losses_equal_the_plain_ones(name: str, attached: bool, tokenizer: object) -> None:
+def test_token_losses_equal_the_plain_ones(
+    name: str, attached: bool, zoo_tokenizer: object
+) -> None:
     model, windows = with_short_window(name), random_ids(5, 11)
     routing = None
     if attached:
-        memory = build_memory(model, tokenizer, TEXTS, BUILD)
+        memory = build_memory(model, zoo_tokenizer, TEXTS, BUILD)
         routing = attach(model, memory, RoutingConfig(k=2))
     losses = token_losses(model, windows, 2)
     if routing is not None:
@@ -79,10 +81,10 @@ def test_token_losses_equal_the_plain_ones(name: str, attached: bool, tokenizer:
     assert not losses.nll.requires_grad
 
 
-def test_a_token_that_the_model_predicts_is_correct(model: PreTrainedModel) -> None:
+def test_a_token_that_the_model_predicts_is_correct(zoo_olmoe: PreTrainedModel) -> None:
     ids = random_ids(2, 4)
-    guess = model(ids, use_cache=False).logits[:, -1].argmax(dim=-1)
-    losses = token_losses(model, torch.cat([ids, guess[:, None]], dim=1), 8)
+    guess = zoo_olmoe(ids, use_cache=False).logits[:, -1].argmax(dim=-1)
+    losses = token_losses(zoo_olmoe, torch.cat([ids, guess[:, None]], dim=1), 8)
     assert losses.correct[:, -1].all()
     assert not losses.correct.all()
 
@@ -147,34 +149,34 @@ def test_choices_of_any_length_equal_the_plain_ones(
 
 
 def test_a_memory_changes_the_scores_until_it_is_detached(
-    model: PreTrainedModel, memory: RoutingMemory
+    zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory
 ) -> None:
     contexts, choices = random_ids(2, 6), random_ids(2, 3, 4)
     scored, windows = torch.ones(2, 3, 4, dtype=torch.bool), random_ids(3, 8)
-    base, _ = choice_scores(model, contexts, choices, scored)
-    losses = token_losses(model, windows, 2).nll
-    with attach(model, memory):
-        assert (choice_scores(model, contexts, choices, scored)[0] - base).abs().max() > 1e-2
-        assert (token_losses(model, windows, 2).nll - losses).abs().max() > 1e-2
-    assert torch.equal(choice_scores(model, contexts, choices, scored)[0], base)
+    base, _ = choice_scores(zoo_olmoe, contexts, choices, scored)
+    losses = token_losses(zoo_olmoe, windows, 2).nll
+    with attach(zoo_olmoe, zoo_memory):
+        assert (choice_scores(zoo_olmoe, contexts, choices, scored)[0] - base).abs().max() > 1e-2
+        assert (token_losses(zoo_olmoe, windows, 2).nll - losses).abs().max() > 1e-2
+    assert torch.equal(choice_scores(zoo_olmoe, contexts, choices, scored)[0], base)
 
 
-def test_windows_of_another_shape_are_refused(model: PreTrainedModel) -> None:
-    assert token_losses(model, random_ids(0, 5), 4).nll.shape == (0, 4)
+def test_windows_of_another_shape_are_refused(zoo_olmoe: PreTrainedModel) -> None:
+    assert token_losses(zoo_olmoe, random_ids(0, 5), 4).nll.shape == (0, 4)
     with pytest.raises(ConfigError, match=r"got \[5\]"):
-        token_losses(model, random_ids(5), 2)
+        token_losses(zoo_olmoe, random_ids(5), 2)
     with pytest.raises(ConfigError, match=r"got \[5, 1\]"):
-        token_losses(model, random_ids(5, 1), 2)
+        token_losses(zoo_olmoe, random_ids(5, 1), 2)
     with pytest.raises(ConfigError, match="batch_size must be at least 1, got 0"):
-        token_losses(model, random_ids(5, 3), 0)
+        token_losses(zoo_olmoe, random_ids(5, 3), 0)
 
 
-def test_mean_losses_of_texts_of_any_length(model: PreTrainedModel) -> None:
+def test_mean_losses_of_texts_of_any_length(zoo_olmoe: PreTrainedModel) -> None:
     texts = [random_ids(length) for length in (5, 2, 1, 9)]
     ids = [text.tolist() for text in texts]
-    means, late = mean_losses(model, ids), mean_losses(model, ids, begin=[3, 0, 1, 8])
+    means, late = mean_losses(zoo_olmoe, ids), mean_losses(zoo_olmoe, ids, begin=[3, 0, 1, 8])
     assert means[2].isnan()
     for place, first in ((0, 3), (1, 1), (3, 8)):
-        losses = plain_losses(model, texts[place])
+        losses = plain_losses(zoo_olmoe, texts[place])
         assert float(means[place]) == pytest.approx(float(losses.mean()), abs=1e-4)
         assert float(late[place]) == pytest.approx(float(losses[first - 1 :].mean()), abs=1e-4)
