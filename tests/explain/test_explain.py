@@ -240,7 +240,7 @@ def test_what_cannot_be_explained_is_told(
             routing.explain("", tokenizer=zoo_tokenizer)
         with pytest.raises(ConfigError, match=r"shape \[1, 9\], got \[1, 8\]"):
             routing.explain(prompt, torch.ones(1, 8))
-    with pytest.raises(AttachError, match="not attached"):
+    with pytest.raises(AttachError, match="The memory is detached"):
         routing.explain(prompt)
 
 

@@ -229,7 +229,7 @@ def test_what_cannot_be_traced_is_told(
             trace(zoo_olmoe, routing, prompt[0])
         with pytest.raises(AttachError, match="the model that the memory is attached to"):
             trace(family("olmoe"), routing, prompt)
-    with pytest.raises(AttachError, match="not attached"):
+    with pytest.raises(AttachError, match="The memory is detached"):
         trace(zoo_olmoe, routing, prompt)
 
 
