@@ -87,12 +87,7 @@ def command(memory: str, output: Path, as_json: bool, **options: Any) -> None:
     device = pick_device(options["device"])
     with show_progress("Compressing") as report:
         small = compress(
-            opened,
-            index,
-            output,
-            device=device,
-            overwrite=overwrite,
-            on_progress=report,
+            opened, index, output, device=device, overwrite=overwrite, on_progress=report
         )
     _show(opened, small, output, as_json)
 

@@ -103,14 +103,7 @@ def command(model: str, prompts: Path, output: Path, as_json: bool, **options: A
     device = options["device"]
     network, tokenizer = load_model(model, device, evaluation_dtype(device, options["dtype"]))
     with show_progress("Labelling") as report:
-        labelled = label(
-            network,
-            tokenizer,
-            unanswered,
-            config,
-            judge=judge,
-            on_progress=report,
-        )
+        labelled = label(network, tokenizer, unanswered, config, judge=judge, on_progress=report)
     save_labelled(output, labelled)
     facts = summarise(labelled)
     if as_json:

@@ -62,13 +62,7 @@ def command(names: tuple[str, ...], output: Path | None, as_json: bool, **option
         network, _ = load_model(model, options["device"], options["dtype"])
     chosen = {name: options[name] for name in ("keep", "by", "overwrite", "force")}
     with show_progress("Pruning") as report:
-        small = prune(
-            network,
-            memory,
-            **chosen,
-            folder=target,
-            on_progress=report,
-        )
+        small = prune(network, memory, **chosen, folder=target, on_progress=report)
     print_note(f"Kept {len(small):,} of {len(memory):,} cases.")
     show_written(small, target, as_json=as_json)
 

@@ -50,9 +50,7 @@ if TYPE_CHECKING:
 )
 @data_option
 @click.option(
-    "--limit",
-    type=POSITIVE,
-    help="Ask at most this many questions of each task. Default: 64.",
+    "--limit", type=POSITIVE, help="Ask at most this many questions of each task. Default: 64."
 )
 @click.option(
     "--reference",
