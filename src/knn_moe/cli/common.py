@@ -99,7 +99,7 @@ def print_table(
         table.add_column(column, justify="right" if numeric else "left")
     for row in rows:
         table.add_row(*(str(cell) for cell in row))
-    console = Console(highlight=False, width=None if Console().is_terminal else 120)
+    console = Console(highlight=False, width=None if Console().is_terminal else 160)
     if title is not None:
         console.print(title, style="italic", markup=False, soft_wrap=True)
     console.print(table)

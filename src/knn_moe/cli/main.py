@@ -12,6 +12,7 @@ from typing import Any, Final
 import click
 
 from knn_moe.errors import KnnMoeError
+from knn_moe.support.registry import unknown_name
 
 # A command, which is a module of this package, and its line in the list.
 COMMANDS: Final[Mapping[str, str]] = {
@@ -41,9 +42,9 @@ class Commands(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
         if cmd_name not in COMMANDS:
-            return None
+            ctx.fail(unknown_name("command", cmd_name, COMMANDS))
         module = importlib.import_module(f"knn_moe.cli.{cmd_name}")
         command: click.Command = module.command
         return command
