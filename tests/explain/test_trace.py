@@ -15,6 +15,7 @@ from helpers.zoo import BUILD, TEXTS, encode, family, make_texts
 from knn_moe import RoutingConfig, RoutingMemory, attach, build_memory, find_routers
 from knn_moe.errors import AttachError, ConfigError
 from knn_moe.explain.trace import LayerTrace, trace
+from knn_moe.routers.own_logits import compute_own_logits
 
 three_families = pytest.mark.parametrize("name", ["olmoe", "qwen3_moe", "gpt_oss"])
 
@@ -45,6 +46,7 @@ def experts(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
 def test_equals_the_same_by_hand(name: str, zoo_tokenizer: object, prompt: Tensor) -> None:
     model = family(name)
     memory = build_memory(model, zoo_tokenizer, TEXTS, BUILD)
+    assert_no_near_ties(model, memory, prompt, RoutingConfig(k=3))
     base = experts(model, prompt)
     traced: dict[int, LayerTrace] = {}
     with attach(model, memory, RoutingConfig(k=3)) as routing:
@@ -58,8 +60,7 @@ def test_equals_the_same_by_hand(name: str, zoo_tokenizer: object, prompt: Tenso
         nearest, rows = distance.topk(3, largest=False)
         similarity = torch.exp(-cases.gamma * nearest)
         torch.testing.assert_close(layer.squared_distance, nearest.float(), rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(distance.gather(1, layer.rows), nearest, rtol=1e-4, atol=1e-5)
-        assert (layer.rows == rows).float().mean() > 0.9  # but where two are equally near
+        assert torch.equal(layer.rows, rows)
         weight = (similarity / similarity.sum(dim=1, keepdim=True)).float()
         torch.testing.assert_close(layer.weight, weight, rtol=1e-3, atol=1e-5)
         confidence = similarity.mean(dim=1).float()
@@ -67,6 +68,10 @@ def test_equals_the_same_by_hand(name: str, zoo_tokenizer: object, prompt: Tenso
         assert torch.equal(layer.after, used[place])
         if place == 0:
             assert torch.equal(layer.before, base[0])
+        proposal = (weight.double()[:, :, None] * cases.values.double()[rows]).sum(dim=1)
+        own = compute_own_logits(find_routers(model)[place], inputs[index]).double()
+        change = confidence.double()[:, None] * (proposal - own)
+        torch.testing.assert_close(layer.change.double(), change, rtol=1e-2, atol=1e-3)
         changed = (layer.before != layer.after).any(dim=1)
         assert stats[index].changed == pytest.approx(float(changed.float().mean()))
         assert stats[index].mean_confidence == pytest.approx(float(layer.confidence.mean()))

@@ -61,10 +61,10 @@ def olmoe_context(tiny_tokenizer: Any) -> TaskContext:
 
 
 @pytest.fixture(params=["gemma4_text", "granitemoe", "jamba"])
-def other_family(request: pytest.FixtureRequest, tokenizer: Any) -> TaskContext:
+def other_family(request: pytest.FixtureRequest, zoo_tokenizer: Any) -> TaskContext:
     """Families that cap or scale the logits, or have recurrent layers."""
     rows = [{"text": text} for text in make_texts(9)]
-    return TaskContext(family(request.param), tokenizer, TaskData(TASK, rows, rows, ""), "text")
+    return TaskContext(family(request.param), zoo_tokenizer, TaskData(TASK, rows, rows, ""), "text")
 
 
 def windows(context: TaskContext) -> Iterator[Tensor]:
@@ -207,14 +207,14 @@ def test_a_model_in_bf16(tiny_tokenizer: Any) -> None:
     torch.testing.assert_close(logits.exp().sum(dim=-1), torch.ones(ids.shape))
 
 
-def test_a_peft_model(tokenizer: Any, prompt: Tensor) -> None:
+def test_a_peft_model(zoo_tokenizer: Any, prompt: Tensor) -> None:
     from peft import LoraConfig, get_peft_model
 
     rows = [{"text": text} for text in make_texts(6)]
     data = TaskData(TASK, rows, rows, "")
     wrapped = get_peft_model(family("olmoe"), LoraConfig(r=4, target_modules=["q_proj"]))
     alone = wrapped(input_ids=prompt).logits.log_softmax(dim=-1)
-    with prepare_knn_lm(TaskContext(wrapped, tokenizer, data, "text"), GIVEN).apply_to(wrapped):
+    with prepare_knn_lm(TaskContext(wrapped, zoo_tokenizer, data, "text"), GIVEN).apply_to(wrapped):
         mixed = wrapped(input_ids=prompt).logits
     lost = (mixed - alone).detach()
     assert float(lost.min()) == pytest.approx(math.log(0.7), abs=1e-5)

@@ -18,8 +18,8 @@ from knn_moe.tasks import TaskData
 
 
 @pytest.fixture
-def text_context(model: PreTrainedModel, tokenizer: Any) -> TaskContext:
-    return make_text_context(model, tokenizer)
+def text_context(zoo_olmoe: PreTrainedModel, zoo_tokenizer: Any) -> TaskContext:
+    return make_text_context(zoo_olmoe, zoo_tokenizer)
 
 
 def test_a_saved_memory_is_found_again(text_context: TaskContext, tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from knn_moe.methods.knn_moe import routing_memory
 
 
 @pytest.fixture
-def text_context(model: PreTrainedModel, tokenizer: Any) -> TaskContext:
-    return make_text_context(model, tokenizer)
+def text_context(zoo_olmoe: PreTrainedModel, zoo_tokenizer: Any) -> TaskContext:
+    return make_text_context(zoo_olmoe, zoo_tokenizer)
 
 
 def test_every_name_leads_to_a_function() -> None:

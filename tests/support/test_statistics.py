@@ -81,17 +81,6 @@ def test_equals_scipy() -> None:
     assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), abs=0.01)
 
 
-def test_the_interval_is_that_of_the_normal_approximation_on_many_items() -> None:
-    draw = np.random.default_rng(6)
-    first, second = draw.normal(0.05, 1, 4000), draw.normal(0, 1, 4000)
-    difference = first - second
-    error = difference.std() / np.sqrt(len(difference))
-    result = paired_bootstrap(first, second)
-    assert result.difference == pytest.approx(difference.mean())
-    assert result.low == pytest.approx(difference.mean() - 1.96 * error, abs=0.1 * error)
-    assert result.high == pytest.approx(difference.mean() + 1.96 * error, abs=0.1 * error)
-
-
 def test_p_by_counting() -> None:
     # One item in three is against it: a resample of three is at or below zero if it has two or
     # three of that one (7 of 27), and above otherwise.
@@ -230,7 +219,7 @@ def test_accuracy_is_plain_numbers() -> None:
     assert accuracy([2.0, 2.0]) == Accuracy(2.0, 2.0, 2.0, 2)
 
 
-@pytest.mark.parametrize("items", [3, 4, 5, 60, 61, 62])
+@pytest.mark.parametrize("items", [3, 4, 5, 61])
 def test_terciles_equal_a_plain_loop(items: int) -> None:
     draw = np.random.default_rng(items)
     # Few distinct perplexities: many ties, which go by the items' order.
