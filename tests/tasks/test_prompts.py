@@ -39,14 +39,8 @@ def placeholders(name: str) -> list[str]:
 
 def test_zero_shot() -> None:
     assert zero_shot("Which gas?", GASES) == (
-        "What is the correct answer to this question: Which gas?\n"
-        "\n"
-        "Choices:\n"
-        "(A) helium\n"
-        "(B) neon\n"
-        "(C) argon\n"
-        "(D) krypton\n"
-        "\n"
+        "What is the correct answer to this question: Which gas?\n\n"
+        "Choices:\n(A) helium\n(B) neon\n(C) argon\n(D) krypton\n\n"
         "Answer with the format: The correct answer is (X)."
     )
 
@@ -55,28 +49,10 @@ def test_few_shot() -> None:
     shots = [Shot("One?", ["a", "b", "c", "d"], 1), Shot("Two?", ["e", "f"], 0)]
     assert few_shot(shots, "Which gas?", GASES) == (
         "Here are some example expert multiple-choice questions. "
-        "After the examples, answer the final question.\n"
-        "\n"
-        "Question: One?\n"
-        "Choices:\n"
-        "(A) a\n"
-        "(B) b\n"
-        "(C) c\n"
-        "(D) d\n"
-        "The correct answer is (B)\n"
-        "\n"
-        "Question: Two?\n"
-        "Choices:\n"
-        "(A) e\n"
-        "(B) f\n"
-        "The correct answer is (A)\n"
-        "\n"
-        "Question: Which gas?\n"
-        "Choices:\n"
-        "(A) helium\n"
-        "(B) neon\n"
-        "(C) argon\n"
-        "(D) krypton"
+        "After the examples, answer the final question.\n\n"
+        "Question: One?\nChoices:\n(A) a\n(B) b\n(C) c\n(D) d\nThe correct answer is (B)\n\n"
+        "Question: Two?\nChoices:\n(A) e\n(B) f\nThe correct answer is (A)\n\n"
+        "Question: Which gas?\nChoices:\n(A) helium\n(B) neon\n(C) argon\n(D) krypton"
     )
 
 
@@ -125,31 +101,21 @@ def test_answer_line() -> None:
             answer_line(answer)
 
 
-def test_cloze() -> None:
+def test_prompts_that_are_not_in_the_paper() -> None:
     assert cloze("Which gas?") == "Question: Which gas?\nAnswer:"
-
-
-def test_word_problem() -> None:
-    asked = word_problem("How many eggs?")
-    assert asked.startswith("How many eggs?\n")
-    assert '"The answer is N."' in asked
-    assert asked.count("\n") == 1
+    problem = word_problem("How many eggs?")
+    assert problem.startswith("How many eggs?\n")
+    assert '"The answer is N."' in problem
+    function = completion('\n\ndef add(a, b):\n    """Add."""\n')
+    assert function.endswith('\n\n```python\ndef add(a, b):\n    """Add."""\n```')
+    assert "Complete this Python function" in function
 
 
 def test_program() -> None:
     tests = ["assert add(1, 2) == 3", "assert add(0, 0) == 0"]
     assert program("Write a function to add.", tests) == (
         "You are an expert Python programmer, and here is your task: Write a function to add. "
-        "Your code should pass these tests:\n"
-        "\n"
-        "assert add(1, 2) == 3\n"
-        "assert add(0, 0) == 0\n"
-        "\n"
+        "Your code should pass these tests:\n\n"
+        "assert add(1, 2) == 3\nassert add(0, 0) == 0\n\n"
         "Answer with the code in a ```python block."
     )
-
-
-def test_completion() -> None:
-    asked = completion('\n\ndef add(a, b):\n    """Add."""\n')
-    assert asked.endswith('\n\n```python\ndef add(a, b):\n    """Add."""\n```')
-    assert "Complete this Python function" in asked
