@@ -45,6 +45,16 @@ def test_a_run_is_found_once_it_is_finished_and_only_with_the_same_facts(tmp_pat
     assert find_finished_run(folder.path, {"settings": {"scoring": "text"}}) is None
 
 
+def test_a_run_of_the_version_before_has_the_current_names(tmp_path: Path) -> None:
+    old = {"k": 1, "trust": 0.5, "kernels": [{"layer": 0, "trust": 1.0}], "drawn": None}
+    new = {"k": 1, "confidence_factor": 0.5, "per_layer": [{"layer": 0, "confidence_factor": 1.0}]}
+    RunFolder(tmp_path).begin(
+        {**FACTS, "method_facts": {"routing": old}}, resume=False, overwrite=False
+    )
+    facts = {**FACTS, "method_facts": {"routing": new}}
+    assert RunFolder(tmp_path).begin(facts, resume=True, overwrite=False) == []
+
+
 def test_incomplete_batches_are_dropped_and_malformed_lines_refused(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.begin(FACTS, resume=False, overwrite=False)

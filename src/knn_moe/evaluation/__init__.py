@@ -1,1 +1,1 @@
-"""Does it help on my benchmark: questions put to a model, answers written down and compared."""
+"""Evaluate methods on tasks: run them, store the samples, compare the results."""

@@ -153,7 +153,7 @@ def _compare_losses(
 def _compare_thirds(
     pairs: Sequence[tuple[Sample, Sample]], resamples: int
 ) -> Mapping[str, Comparison] | None:
-    """Compare the scores in each third of the questions by the baseline's perplexity (§5)."""
+    """Compare scores by third of the baseline's perplexity, as the paper does."""
     losses = [base.nll for _, base in pairs]
     if len(pairs) < len(TERCILES) or any(loss is None for loss in losses):
         return None

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from knn_moe.errors import RunError
+from knn_moe.memory.manifest import rename_routing
 from knn_moe.support.files import write_whole
 from knn_moe.tasks.sample import Sample
 
@@ -130,6 +131,9 @@ def read_run(folder: Path) -> Run:
             f"The run in {str(folder)!r} has format {facts.get('format')}; this version reads "
             f"format {FORMAT}."
         )
+    method = facts.get("method_facts", {})
+    if "routing" in method:
+        method["routing"] = rename_routing(method["routing"])
     samples = _read_samples(folder / _SAMPLES)
     counts = Counter(sample.batch for sample in samples)
     sizes = facts["batches"]

@@ -50,20 +50,26 @@ class MemoryManifest:
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> MemoryManifest:
         """Read what `to_dict` gave, in this version or in an earlier one."""
-        routing = _rename(config["routing"])
-        routing["per_layer"] = [_rename(one) for one in routing.get("per_layer", ())]
-        random_seed = routing.pop("drawn", None)
+        random_seed = config["routing"].get("drawn")
         return cls(
             base_model=ModelIdentity(**config["base_model"]),
             tokenizer=config["tokenizer"],
             build=BuildConfig(**config["build"]),
-            routing=RoutingConfig(**routing),
+            routing=RoutingConfig(**rename_routing(config["routing"])),
             libraries=config["libraries"],
             calibration=config.get("calibration"),
             pruned=config.get("pruned"),
             values_trained=config.get("values_trained", config.get("learned", False)),
             random_seed=config.get("random_seed", random_seed),
         )
+
+
+def rename_routing(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a RoutingConfig, of this version or an earlier one, as they are now."""
+    routing = _rename(fields)
+    routing["per_layer"] = [_rename(one) for one in routing.get("per_layer", ())]
+    routing.pop("drawn", None)
+    return routing
 
 
 def _rename(fields: Mapping[str, Any]) -> dict[str, Any]:
