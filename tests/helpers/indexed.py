@@ -1,5 +1,5 @@
-"""What tests of indexes on running models share: the indexes, a model whose router inputs differ in
-length, and memories made of parts of others."""
+"""Indexes to run models with, a model whose router inputs differ in length, and memories made of
+parts of others."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from knn_moe.equations.similarity import SIMILARITIES
 CPU = torch.device("cpu")
 MANY = make_texts(50)  # enough for two lists of `fast`, twenty of ivfpq
 FAST = IndexConfig(kind="fast")
-# And how far a token's logits may typically be from the exact search's, against the router's own.
-# With another similarity they are 0.24 off at the least, with shuffled values 1.8.
+# And how far a typical token's logits may be from those of exact search, relative to the router's
+# own. With another similarity the distance is at least 0.24, with shuffled values 1.8.
 KINDS = {
     "fast": (FAST, 0.12),
     "fast, 8 bits": (IndexConfig(kind="fast", bits=8), 0.03),
@@ -33,7 +33,7 @@ every_similarity = pytest.mark.parametrize("similarity", SIMILARITIES)
 
 
 def uneven() -> PreTrainedModel:
-    """An OLMoE whose router inputs differ in length: scaled to one, they are others."""
+    """Return an OLMoE whose router inputs differ in length: no unit vectors."""
     model = family("olmoe")
     with torch.no_grad():
         for layer in model.model.layers:
@@ -43,7 +43,7 @@ def uneven() -> PreTrainedModel:
 
 @torch.no_grad()
 def run(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The model's logits, and those of its first router."""
+    """Return the model's logits, and those of its first router."""
     output = model(ids, use_cache=False, output_router_logits=True)
     return output.logits, output.router_logits[0]
 
@@ -56,7 +56,7 @@ def logits(
 
 
 def off(found: Tensor, exact: Tensor, own: Tensor) -> float:
-    """How far a typical token is from where it should be, against where it would have been."""
+    """Return how far a typical token is from `exact`, relative to how far `own` is from it."""
     return float((found - exact).norm(dim=-1).median() / (own - exact).norm(dim=-1).median())
 
 

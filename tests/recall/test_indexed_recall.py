@@ -19,7 +19,6 @@ from helpers.indexed import (
     KINDS,
     MANY,
     every_kind,
-    every_similarity,
     logits,
     meant_for,
     of_rows,
@@ -27,6 +26,8 @@ from helpers.indexed import (
     run,
     uneven,
 )
+from helpers.near_ties import MARGIN
+from helpers.points import squared_distances
 from helpers.zoo import BUILD, TEXTS, encode, make_texts
 from knn_moe import IndexConfig, RoutingConfig, RoutingMemory, attach, build_memory, compress
 from knn_moe.adapt.compress import compress_layer
@@ -61,24 +62,45 @@ def ids(zoo_tokenizer: Any) -> Tensor:
     return torch.cat([encode(zoo_tokenizer, text) for text in texts])
 
 
-@every_kind
-@every_similarity
-def test_every_index_serves_every_similarity(
+@pytest.mark.parametrize(
+    ("kind", "similarity"),
+    [
+        *((kind, "rbf") for kind in KINDS),
+        ("fast", "cosine"),
+        ("fast", "rbf-unit"),
+        ("ivfpq, reranked", "cosine"),
+        ("faiss-flat", "rbf-unit"),
+    ],
+)
+def test_an_index_is_near_the_exact_search_and_the_same_when_saved(
     kind: str,
     similarity: str,
     uneven_model: PreTrainedModel,
     uneven_memory: RoutingMemory,
     ids: Tensor,
+    tmp_path: Path,
 ) -> None:
     index, limit = KINDS[kind]
     _, own = run(uneven_model, ids)
     with attach(uneven_model, uneven_memory, RoutingConfig(k=3, similarity=similarity)):
         _, exact = run(uneven_model, ids)
-    with attach(
-        uneven_model, uneven_memory, RoutingConfig(k=3, similarity=similarity, index=index)
-    ):
-        _, found = run(uneven_model, ids)
+    config = RoutingConfig(k=3, similarity=similarity, index=index)
+    with attach(uneven_model, uneven_memory, config):
+        expected, found = run(uneven_model, ids)
     assert off(found, exact, own) < limit
+    full = meant_for(uneven_memory, k=3, similarity=similarity)
+    made = compress(full, index, tmp_path / "made")
+    assert torch.equal(logits(uneven_model, made, None, ids), expected)
+    made.save_pretrained(tmp_path / "saved")
+    opened = RoutingMemory.from_pretrained(tmp_path / "saved")
+    assert opened.manifest == made.manifest
+    assert opened.manifest.routing == config
+    assert torch.equal(logits(uneven_model, opened, None, ids), expected)
+    first, second = (
+        (tmp_path / name / "layer-000.safetensors").read_bytes() for name in ("made", "saved")
+    )
+    assert first == second
+    assert f"{index.kind} index" in (tmp_path / "saved" / "README.md").read_text()
 
 
 def test_what_a_wrong_index_would_show(
@@ -93,32 +115,6 @@ def test_what_a_wrong_index_would_show(
         assert off(found[one], found[other], own) > 0.15
     with attach(uneven_model, shuffle_values(uneven_memory), RoutingConfig(k=3)):
         assert off(run(uneven_model, ids)[1], found["rbf"], own) > 1
-
-
-@every_kind
-@every_similarity
-def test_compressed_saved_and_opened_it_does_the_same(
-    kind: str,
-    similarity: str,
-    uneven_model: PreTrainedModel,
-    uneven_memory: RoutingMemory,
-    ids: Tensor,
-    tmp_path: Path,
-) -> None:
-    config = RoutingConfig(k=3, similarity=similarity, index=KINDS[kind][0])
-    expected = logits(uneven_model, uneven_memory, config, ids)
-    full = meant_for(uneven_memory, k=3, similarity=similarity)
-    made = compress(full, KINDS[kind][0], tmp_path / "made")
-    assert torch.equal(logits(uneven_model, made, None, ids), expected)
-    made.save_pretrained(tmp_path / "saved")
-    opened = RoutingMemory.from_pretrained(tmp_path / "saved")
-    assert opened.manifest == made.manifest
-    assert opened.manifest.routing == config
-    assert torch.equal(logits(uneven_model, opened, None, ids), expected)
-    assert (tmp_path / "saved" / "layer-000.safetensors").read_bytes() == (
-        tmp_path / "made" / "layer-000.safetensors"
-    ).read_bytes()
-    assert f"{KINDS[kind][0].kind} index" in (tmp_path / "saved" / "README.md").read_text()
 
 
 def test_a_layer_that_was_never_written(
@@ -155,7 +151,7 @@ def test_an_index_by_its_name(
     )
 
 
-def test_a_cosine_memory_serves_the_kernel_on_unit_vectors_as_well(
+def test_a_cosine_memory_serves_rbf_on_unit_vectors_as_well(
     uneven_model: PreTrainedModel, uneven_memory: RoutingMemory, ids: Tensor, tmp_path: Path
 ) -> None:
     made = compress(meant_for(uneven_memory, similarity="cosine"), FAST, tmp_path / "made")
@@ -166,7 +162,7 @@ def test_a_cosine_memory_serves_the_kernel_on_unit_vectors_as_well(
     assert torch.equal(found, expected)
 
 
-def test_a_kernels_width_is_the_memorys_own_whatever_its_routing_says(
+def test_gamma_is_the_memorys_own_whatever_its_routing_says(
     uneven_model: PreTrainedModel, uneven_memory: RoutingMemory, ids: Tensor, tmp_path: Path
 ) -> None:
     full = meant_for(uneven_memory, gamma=0.2, gamma_scale=0.5)
@@ -178,13 +174,13 @@ def test_a_kernels_width_is_the_memorys_own_whatever_its_routing_says(
     twice = of_rows(uneven_memory, torch.arange(20).repeat(2))
     extreme = meant_for(twice, gamma=3e38, gamma_scale=1e3)
     quality = compress(extreme, FAST, tmp_path / "extreme").layers[0].quality
-    assert 0 <= quality.confidence_error <= 1  # where the width is past fp32, it is no number
+    assert 0 <= quality.confidence_error <= 1  # γ is past fp32
 
 
 def test_what_is_asked_of_a_compressed_index(
     uneven_model: PreTrainedModel, uneven_memory: RoutingMemory, ids: Tensor, tmp_path: Path
 ) -> None:
-    """Its own settings, but for the probes and whether to rank again."""
+    """Its own options, except for the probes and whether to rank again."""
     for index in (IndexConfig(kind="fast", rerank=True), IndexConfig(kind="ivfpq", rerank=True)):
         made = compress(uneven_memory, index, tmp_path / index.kind)
         for asked in (index, replace(index, rerank=False), replace(index, probes=1)):
@@ -195,24 +191,19 @@ def test_what_is_asked_of_a_compressed_index(
             torch.testing.assert_close(found, expected, **exactly)
 
 
-@pytest.mark.parametrize("other", [{"bits": 8}, {"value_bits": 4}, {"dims": 64}], ids=str)
-def test_a_compressed_index_is_what_it_is(
-    other: dict[str, int],
-    uneven_model: PreTrainedModel,
-    uneven_memory: RoutingMemory,
-    tmp_path: Path,
+@pytest.mark.parametrize(("name", "value"), [("bits", 8), ("value_bits", 4), ("dims", 64)])
+def test_a_compressed_index_cannot_be_changed(
+    name: str, value: int, uneven_model: PreTrainedModel, small: RoutingMemory
 ) -> None:
-    made = compress(uneven_memory, FAST, tmp_path / "fast")
-    ((name, value),) = other.items()
-    asked = RoutingConfig(index=replace(FAST, **other))
-    with pytest.raises(ConfigError, match=f"{name}={value} was asked for. Leave it out"):
-        attach(uneven_model, made, asked)
+    config = RoutingConfig(index=replace(FAST, **{name: value}))
+    with pytest.raises(ConfigError, match=f"cannot be searched with {name}={value}. Leave it out"):
+        attach(uneven_model, small, config)
 
 
 @pytest.mark.parametrize(
     "rows",
-    [[7], [3, 7], [3, 7, 9], [*range(1, 13)], [7] * 40, [40] * 3],
-    ids=["one", "two", "three", "a dozen", "forty alike", "three alike"],
+    [[7], [3, 7, 9], [*range(1, 13)], [7] * 40],
+    ids=["one", "three", "a dozen", "forty equal"],
 )
 @every_kind
 def test_memories_of_few_cases(
@@ -232,21 +223,22 @@ def test_memories_of_few_cases(
     with attach(uneven_model, made) as routing:
         found = trace(uneven_model, routing, ids)[0]
     ratio = found.squared_distance / exact.squared_distance
-    # Queries beyond the edge of a grid that is made for a few keys seem nearer than they are.
+    # Queries beyond the edge of a grid for a few keys seem nearer than they are.
     least = 0.5 if KINDS[kind][0] in (FAST, replace(FAST, bits=8)) else 0.99
     assert least < ratio.min()
     assert ratio.max() < 1.1
 
 
-def test_axes_of_keys_all_alike(uneven_memory: RoutingMemory) -> None:
-    """Rounding is all that is left of them: of one in fifty, fp32 solvers find no axes."""
-    for key in uneven_memory.full_layers()[0].keys[:300]:
+def test_axes_of_equal_keys(uneven_memory: RoutingMemory) -> None:
+    """Only rounding errors are left of them: for one key in fifty, fp32 solvers find no axes."""
+    for key in uneven_memory.full_layers()[0].keys[:150]:
         for count in (3, 40):
             rest = key.repeat(count, 1) - key.repeat(count, 1).mean(dim=0)
             axes = principal_axes(rest.T @ rest)
             torch.testing.assert_close(axes.T @ axes, torch.eye(32), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_compiled(
     uneven_model: PreTrainedModel, small: RoutingMemory, ids: Tensor, compiled_state: None
 ) -> None:
@@ -257,38 +249,57 @@ def test_compiled(
         assert {(layer.calls, layer.tokens) for layer in routing.stats().values()} == {(2, 108)}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(which("g++") is None, reason="torch.compile needs a C++ compiler on CPUs")
 @pytest.mark.parametrize("index", [None, FAST], ids=["exact", "fast"])
-def test_compiled_by_the_usual_compiler(
+def test_compiled_by_the_default_compiler(
     index: IndexConfig | None, uneven_memory: RoutingMemory, compiled_state: None
 ) -> None:
-    """Which rewrites what it is given, and once lost a factor on the way: cases were others."""
+    """It rewrites expressions, and may lose a factor on the way: other cases would be found."""
     layer = uneven_memory.full_layers()[0]
     config = RoutingConfig(k=3, index=index)
     recall = LayerRecall(layer, Widths(layer.gamma, layer.gamma), config, CPU)
     inputs, own = layer.keys[::40].float() + 0.1, layer.values[1::40]
+    distance = squared_distances(inputs[: len(own)], layer.keys).sort(dim=-1).values
+    clear = distance[:, 3] > (1 + MARGIN) * distance[:, 2]  # no near tie
+    inputs, own = inputs[: len(own)][clear], own[clear]
+    assert len(own) > 5
     for count in (1, len(own)):
         expected = recall(inputs[:count], own[:count])
         found = torch.compile(recall, dynamic=False)(inputs[:count], own[:count])
         torch.testing.assert_close(found, expected)
 
 
+@pytest.fixture(scope="module")
+def bfloat16_model() -> PreTrainedModel:
+    return uneven().to(torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def bfloat16_memory(bfloat16_model: PreTrainedModel, zoo_tokenizer: object) -> RoutingMemory:
+    return meant_for(build_memory(bfloat16_model, zoo_tokenizer, TEXTS[:4], BUILD), k=2)
+
+
 @every_kind
-def test_bfloat16(kind: str, zoo_tokenizer: object, ids: Tensor, tmp_path: Path) -> None:
-    model = uneven().to(torch.bfloat16)
-    memory = meant_for(build_memory(model, zoo_tokenizer, TEXTS[:4], BUILD), k=2)
-    made = compress(memory, KINDS[kind][0], tmp_path / "made")
+def test_bfloat16(
+    kind: str,
+    bfloat16_model: PreTrainedModel,
+    bfloat16_memory: RoutingMemory,
+    ids: Tensor,
+    tmp_path: Path,
+) -> None:
+    made = compress(bfloat16_memory, KINDS[kind][0], tmp_path / "made")
     assert made.layers[0].shape.dtype == torch.bfloat16
-    config = replace(memory.routing, index=KINDS[kind][0])
-    found = logits(model, RoutingMemory.from_pretrained(tmp_path / "made"), None, ids)
-    assert torch.equal(found, logits(model, memory, config, ids))
+    config = replace(bfloat16_memory.routing, index=KINDS[kind][0])
+    found = logits(bfloat16_model, RoutingMemory.from_pretrained(tmp_path / "made"), None, ids)
+    assert torch.equal(found, logits(bfloat16_model, bfloat16_memory, config, ids))
     assert found.dtype == torch.bfloat16
 
 
-# What is known of what it did
+# What traces and counts say
 
 
-def test_a_trace_of_a_fast_index_speaks_of_the_memorys_rows(
+def test_a_trace_of_a_fast_index_gives_rows_of_the_memory(
     uneven_model: PreTrainedModel, uneven_memory: RoutingMemory, small: RoutingMemory, ids: Tensor
 ) -> None:
     with attach(uneven_model, uneven_memory, RoutingConfig(k=3)) as routing:
