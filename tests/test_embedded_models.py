@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -20,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from corpus import END, PAD, SEEN, UNSEEN, find_data_folder, load_validation_windows
 from expert_balance import losses_by_domain
+from helpers.commands import run_cli
 from knn_moe import build_memory
-from knn_moe.cli.main import main
 from knn_moe.support.embedded_models import EMBEDDED_MODELS, embedded_model, public_name
 from knn_moe.tasks.likelihood import token_losses
 
@@ -222,9 +221,9 @@ def test_a_memory_names_the_model_and_not_where_it_lies(name: str, tmp_path: Pat
 
 @every_model
 def test_the_command_line_knows_them(name: str) -> None:
-    result = CliRunner().invoke(main, ["routers", name, "--json"])
+    result = run_cli("routers", name, "--json")
     assert result.exit_code == 0, result.output
     shown = json.loads(result.stdout)
     assert [router["layer"] for router in shown] == list(range(6))
     assert {(router["num_experts"], router["top_k"]) for router in shown} == {(16, 4)}
-    assert f"{name} has 6 routers" in CliRunner().invoke(main, ["routers", name]).stdout
+    assert f"{name} has 6 routers" in run_cli("routers", name).stdout

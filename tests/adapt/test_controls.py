@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 from transformers import PreTrainedModel
 
 from corpus import cut_windows, encode_documents, sample_texts
+from helpers.commands import run_cli
 from helpers.tiny import trained, words
 from helpers.zoo import family
 from knn_moe import (
@@ -27,7 +27,6 @@ from knn_moe import (
     find_routers,
 )
 from knn_moe.adapt.controls import CONTROLS, shuffle_values
-from knn_moe.cli.main import main
 from knn_moe.demo.texts import documentation
 from knn_moe.equations.mixing import neighbour_weights
 from knn_moe.errors import ConfigError, MemoryMismatchError
@@ -297,7 +296,7 @@ def test_by_command(tried: Tried, tmp_path: Path) -> None:
     flags = [word for kind in CONTROLS for word in ("--control", kind)]
     common = ["--memory", str(tmp_path / "memory"), "--device", "cpu", "--json"]
     asked = ["eval", "tiny-qwen3", "-t", str(tmp_path / "more.jsonl"), "-o", str(tmp_path / "runs")]
-    result = CliRunner().invoke(main, [*asked, *flags, *common])
+    result = run_cli(*asked, *flags, *common)
     assert result.exit_code == 0, result.output
     runs = {run["method"]: run for run in json.loads(result.stdout)}
     assert list(runs) == ["zero-shot", "knn", *(f"knn-{kind}" for kind in CONTROLS)]
@@ -311,12 +310,12 @@ def test_by_command(tried: Tried, tmp_path: Path) -> None:
     said = {}
     for kind in (None, *CONTROLS):
         flag = [] if kind is None else ["--control", kind]
-        result = CliRunner().invoke(main, ["generate", "tiny-qwen3", texts[0], *common, *flag])
+        result = run_cli("generate", "tiny-qwen3", texts[0], *common, *flag)
         assert result.exit_code == 0, result.output
         said[kind] = json.loads(result.stdout)["text"]
     assert len(set(said.values())) == 4
-    wrong = CliRunner().invoke(main, [*asked, "--control", "randon", *common])
+    wrong = run_cli(*asked, "--control", "randon", *common)
     assert wrong.exit_code == 2
     assert "Did you mean 'random'?" in wrong.stderr
     bare = ["generate", "tiny-qwen3", "A fever", "--control", "random"]
-    assert "--control needs a --memory" in CliRunner().invoke(main, bare).stderr
+    assert "--control needs a --memory" in run_cli(*bare).stderr

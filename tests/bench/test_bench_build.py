@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 
 import pytest
-from click.testing import CliRunner
 
-from knn_moe.cli.main import main
+from helpers.commands import run_cli
 
 WAYS = ["plain: one sequence at a time, eager", "model only", "end to end, memory on disk"]
 
 
 def test_every_way_to_build_is_measured() -> None:
     sizes = ["--sequences", "3", "--plain-sequences", "2", "--length", "8", "--grow", "4"]
-    result = CliRunner().invoke(main, ["bench", "build", "--device", "cpu", *sizes, "--json"])
+    result = run_cli("bench", "build", "--device", "cpu", *sizes, "--json")
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)
     assert [row["way"] for row in rows] == [*WAYS, WAYS[-1]]

@@ -11,14 +11,14 @@ from typing import Any
 import faiss
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
 
+from helpers.commands import run_cli
 from knn_moe.bench import floor, keys, steps, timing
 from knn_moe.bench.floor import Rates, Reads, count_reads, search_floor
 from knn_moe.bench.models import random_model
 from knn_moe.bench.search import describe_index, parse_index
 from knn_moe.bench.steps import ALONE, StepBench, StepMeasure
-from knn_moe.cli.main import main
 from knn_moe.errors import ConfigError
 from knn_moe.index import FastIndex, IndexConfig, build_index
 from knn_moe.routers.find import find_routers
@@ -53,7 +53,7 @@ def _one_thread_of_faiss() -> Iterator[None]:
 
 def retrieval(*arguments: object) -> Result:
     words = ["bench", "retrieval", "--device", "cpu", *(str(part) for part in arguments)]
-    return CliRunner().invoke(main, words)
+    return run_cli(*words)
 
 
 def in_json(*arguments: object) -> dict[str, Any]:

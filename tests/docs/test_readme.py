@@ -8,9 +8,8 @@ import shlex
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from knn_moe.cli.main import main
+from helpers.commands import run_cli
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf8")
@@ -55,5 +54,5 @@ def test_the_command_lines_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     commands = [line for line in lines if line.startswith("$ knn-moe")]
     assert len(commands) == 4
     for command in commands:
-        result = CliRunner().invoke(main, shlex.split(command, comments=True)[2:])
+        result = run_cli(*shlex.split(command, comments=True)[2:])
         assert result.exit_code == 0, (command, result.output)

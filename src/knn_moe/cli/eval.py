@@ -141,8 +141,8 @@ def _evaluate(
     from knn_moe.evaluation.evaluate import EvalConfig
     from knn_moe.evaluation.store import RunFolder
 
-    settings = ("scoring", "batch_size", "limit", "seed", "load", "max_new_tokens")
-    config = EvalConfig(**pick_given(options, *settings))
+    fields = ("scoring", "batch_size", "limit", "seed", "load", "max_new_tokens")
+    config = EvalConfig(**pick_given(options, *fields))
     data = _open(tasks, methods, config, options)
     if not options["resume"] and not options["overwrite"]:
         for each, chosen in product(data, methods):
