@@ -25,7 +25,7 @@ Value = tuple[float, float, float]  # and its interval
 
 @dataclass(frozen=True)
 class Introduction:
-    """What a page says before its numbers. The defaults are made of the runs."""
+    """What a page says before its numbers, and the passages it shows."""
 
     title: str
     paragraphs: Sequence[str] = ()
@@ -53,7 +53,7 @@ def render_runs(
     tasks = list(dict.fromkeys(line.task for line in lines))
     tested = {line.task for line in lines if line.change and line.task != AVERAGE}
     context = {
-        "introduction": introduction or Introduction(f"{_join(methods)} on {_join(tasks)}"),
+        "introduction": introduction or _introduce(runs, against),
         "tasks": [(task, [line for line in lines if line.task == task]) for task in tasks],
         "routing": {(run.task, run.method): _means(run) for run in runs},
         "runs": runs,
@@ -72,8 +72,13 @@ def render_runs(
     return render("runs.html.j2", context)
 
 
-def _join(names: Sequence[str]) -> str:
-    return ", ".join(name for name in names if name != AVERAGE)
+def _introduce(runs: Sequence[Run], against: str) -> Introduction:
+    """Say what was evaluated, for a page without a story of its own."""
+    models = ", ".join(dict.fromkeys(str(run.facts["model"]["name"]) for run in runs))
+    tasks = ", ".join(dict.fromkeys(run.task for run in runs))
+    others = [name for name in dict.fromkeys(run.method for run in runs) if name != against]
+    compared = f"{', '.join(others)} compared with {against}" if others else f"{against} alone"
+    return Introduction(f"{models} on {tasks}", (f"{compared[0].upper()}{compared[1:]}.",))
 
 
 def _means(run: Run) -> dict[str, float]:
