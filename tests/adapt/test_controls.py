@@ -27,7 +27,7 @@ from knn_moe import (
     find_routers,
 )
 from knn_moe.adapt.controls import CONTROLS, shuffle_values
-from knn_moe.demo.texts import documentation
+from knn_moe.demo.texts import load_documentation
 from knn_moe.equations.mixing import neighbour_weights
 from knn_moe.errors import ConfigError, MemoryMismatchError
 from knn_moe.explain.trace import LayerTrace, trace
@@ -147,7 +147,7 @@ class Tried:
 
 @pytest.fixture(scope="module")
 def tried() -> Tried:
-    network, tokenizer, text = trained("tiny-qwen3"), words(), documentation()
+    network, tokenizer, text = trained("tiny-qwen3"), words(), load_documentation()
     reference, test = ([one.completion for one in part] for part in (text.reference, text.test))
     # Python's documentation differs between versions: enough of it that the gain does not.
     examples = sample_texts(tokenizer, reference, 120 * 128)

@@ -15,7 +15,7 @@ from helpers.html_page import Page, assert_self_contained
 from helpers.tiny import trained
 from knn_moe import RoutingMemory, attach
 from knn_moe.demo.demo import CONTROL, PAPER, STRONG, DemoConfig, render_demo, run_demo
-from knn_moe.demo.texts import DemoText, documentation, make_task, sample_reference
+from knn_moe.demo.texts import DemoText, load_documentation, make_task, sample_reference
 from knn_moe.errors import TaskDataError
 from knn_moe.evaluation.evaluate import EvalConfig, prepare_questions
 from knn_moe.evaluation.store import read_runs
@@ -23,7 +23,7 @@ from knn_moe.reference.examples import Example, tokenise
 from knn_moe.support.progress import Progress
 from knn_moe.tasks.likelihood import token_losses
 
-TEXT = documentation()
+TEXT = load_documentation()
 CONFIG = DemoConfig(length=128, reference_tokens=2500, windows=7)
 
 

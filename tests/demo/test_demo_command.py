@@ -12,13 +12,13 @@ from click.testing import Result
 
 from helpers.commands import assert_refused, run_cli
 from knn_moe import RoutingMemory
-from knn_moe.demo.texts import documentation, sample_reference
+from knn_moe.demo.texts import load_documentation, sample_reference
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path:
     """A folder with a little text of the user's: reference.jsonl and test.jsonl."""
-    folder, text = tmp_path_factory.mktemp("files"), documentation()
+    folder, text = tmp_path_factory.mktemp("files"), load_documentation()
     for name, examples, tokens in (
         ("reference", text.reference, 3600),
         ("test", text.test, 2400),

@@ -11,14 +11,14 @@ from helpers.tiny import words
 from knn_moe import Example
 from knn_moe.demo.texts import (
     DemoText,
-    documentation,
+    load_documentation,
     make_task,
     remove_overlap,
     sample_reference,
 )
 from knn_moe.reference.examples import tokenise
 
-TEXT = documentation()
+TEXT = load_documentation()
 
 
 def test_the_documentation_is_divided_by_topic() -> None:
@@ -48,8 +48,8 @@ def test_the_reference_keeps_all_else() -> None:
 
 
 def test_the_division_is_the_same_every_time() -> None:
-    assert documentation() == TEXT
-    assert documentation(seed=1).reference != TEXT.reference
+    assert load_documentation() == TEXT
+    assert load_documentation(seed=1).reference != TEXT.reference
 
 
 def plain(*texts: str) -> list[Example]:

@@ -46,6 +46,7 @@ def load_small(name: str) -> tuple[Any, Any]:
 
 @pytest.fixture(scope="module")
 def quiz(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A file of multiple-choice questions, with its reference set beside it."""
     folder = tmp_path_factory.mktemp("quiz")
     for name, rows in (("quiz", make_questions(9)), ("quiz_ref", make_questions(7, seed=1))):
         text = "".join(json.dumps(each) + "\n" for each in rows)
@@ -55,6 +56,7 @@ def quiz(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def prose(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A file of plain texts, with its reference set beside it."""
     folder = tmp_path_factory.mktemp("prose")
     line = "The {} river rose in the night and by morning the {} fields were under water. "
     words = ("old", "broad", "lower", "upper", "far", "green", "grey", "near")
@@ -80,14 +82,15 @@ def make_study(quiz: str, folder: Path, **changes: Any) -> Study:
 
 
 @pytest.fixture(scope="module")
-def everything(quiz: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Table]]:
-    """Every table there is, of a few questions."""
+def all_tables(quiz: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Table]]:
+    """The folder of a study of a few questions, and all of its tables."""
     folder = tmp_path_factory.mktemp("all")
     return folder, list(reproduce(make_study(quiz, folder), ["all"]))
 
 
-def test_all_fourteen_are_made_and_written(everything: tuple[Path, list[Table]]) -> None:
-    folder, tables = everything
+@pytest.mark.slow
+def test_all_fourteen_tables_are_made_and_written(all_tables: tuple[Path, list[Table]]) -> None:
+    folder, tables = all_tables
     assert [table.name for table in tables] == list(TABLES)
     assert len(tables) == 14
     page = (folder / "tables.md").read_text(encoding="utf8")
@@ -102,14 +105,18 @@ def test_all_fourteen_are_made_and_written(everything: tuple[Path, list[Table]])
         assert "not measured here" in (folder / f"{table.name}.md").read_text(encoding="utf8")
 
 
-def test_every_cell_of_a_question_is_measured(everything: tuple[Path, list[Table]]) -> None:
-    _, tables = everything
+@pytest.mark.slow
+def test_every_cell_for_a_task_of_questions_has_a_value(
+    all_tables: tuple[Path, list[Table]],
+) -> None:
+    _, tables = all_tables
     for table in tables:
         assert [cell for cells in table.rows for cell in cells if cell.text == "-"] == []
 
 
-def test_tables_say_what_their_runs_say(everything: tuple[Path, list[Table]]) -> None:
-    folder, tables = everything
+@pytest.mark.slow
+def test_tables_show_the_numbers_of_their_runs(all_tables: tuple[Path, list[Table]]) -> None:
+    folder, tables = all_tables
     main_table = {cells[1].text: cells for cells in tables[0].rows}
     for method, title in (("zero-shot", "Zero-shot"), ("knn", "kNN-MoE"), ("sft", "SFT")):
         run = read_run(folder / "runs" / "tiny-olmoe" / "quiz" / method)
@@ -125,16 +132,20 @@ def test_tables_say_what_their_runs_say(everything: tuple[Path, list[Table]]) ->
     assert seconds["SFT, one training"].value == facts["preparation_seconds"] / rates
 
 
-def test_less_is_remembered_of_less(everything: tuple[Path, list[Table]]) -> None:
-    _, tables = everything
+@pytest.mark.slow
+def test_a_smaller_reference_set_takes_less_memory(all_tables: tuple[Path, list[Table]]) -> None:
+    _, tables = all_tables
     held = next(table for table in tables if table.name == "memory-use")
     exact = [cells[3].value for cells in held.rows]
     assert exact == sorted(exact)  # type: ignore[type-var]
     assert len(set(exact)) == 3
 
 
-def test_what_is_there_is_not_made_again(everything: tuple[Path, list[Table]], quiz: str) -> None:
-    folder, tables = everything
+@pytest.mark.slow
+def test_finished_tables_and_runs_are_not_made_again(
+    all_tables: tuple[Path, list[Table]], quiz: str
+) -> None:
+    folder, tables = all_tables
     kept = folder / "runs" / "tiny-olmoe" / "quiz"
     before = (kept / "knn" / "run.json").stat().st_mtime_ns
     (folder / "perplexity.json").unlink()
@@ -146,7 +157,8 @@ def test_what_is_there_is_not_made_again(everything: tuple[Path, list[Table]], q
     assert (kept / "knn-paper-k-3" / "run.json").exists()
 
 
-def test_seeds_are_the_plans_and_two_more(quiz: str, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_seeds_are_that_of_the_plan_and_the_next_two(quiz: str, tmp_path: Path) -> None:
     (table,) = reproduce(make_study(quiz, tmp_path, seed=1, limit=3, reference=4), ["seeds"])
     assert "seeds 1, 2, 3" in table.notes[0]
     runs = tmp_path / "runs" / "tiny-olmoe" / "quiz"
@@ -158,8 +170,8 @@ def test_seeds_are_the_plans_and_two_more(quiz: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_models_and_tasks_side_by_side(quiz: str, prose: str, tmp_path: Path) -> None:
-    """Two models, questions and text: two processes make the same tables as one."""
+def test_two_processes_make_the_same_tables_as_one(quiz: str, prose: str, tmp_path: Path) -> None:
+    """On two models, with questions and with text."""
     changes = {"models": ("tiny-olmoe", "tiny-qwen3"), "tasks": (quiz, prose), "reference": 2}
     changes |= {"sizes": (1.0,), "preset": "paper", "presets": ("paper",)}
     study = make_study(quiz, tmp_path / "one", **changes)
@@ -179,26 +191,27 @@ def test_models_and_tasks_side_by_side(quiz: str, prose: str, tmp_path: Path) ->
     assert [cell.text for cell in of_text[2:]] == ["+0.000"] * 2
 
 
-def test_of_text_alone_there_is_no_c3po(prose: str, tmp_path: Path) -> None:
+def test_c3po_has_no_column_for_text(prose: str, tmp_path: Path) -> None:
     (table,) = reproduce(make_study(prose, tmp_path, limit=2), ["c3po"])
     assert table.columns == ("model", "method")
 
 
-def test_what_could_not_be_done_leaves_no_study_behind(quiz: str, tmp_path: Path) -> None:
+def test_a_study_that_is_refused_leaves_no_folder(quiz: str, tmp_path: Path) -> None:
     lonely = tmp_path / "lonely.jsonl"
     lonely.write_text(Path(quiz).read_text(encoding="utf8"), encoding="utf8")
-    for changes, said in (
+    for changes, message in (
         ({"tasks": ("mmul",)}, "mmlu"),
         ({"tasks": (str(lonely),)}, "no reference set"),
         ({"models": ("a/b", "a--b")}, "Two models have the name 'a--b'"),
         ({"tasks": (quiz, quiz)}, "Two tasks have the name 'quiz'"),
     ):
-        with pytest.raises(KnnMoeError, match=said):
+        with pytest.raises(KnnMoeError, match=message):
             list(reproduce(make_study(quiz, tmp_path / "out", **changes), ["perplexity"]))
         assert not (tmp_path / "out").exists()
 
 
-def test_one_that_fails_keeps_no_other_from_being_made(
+@pytest.mark.slow
+def test_a_table_that_fails_does_not_stop_the_others(
     quiz: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(study: Study) -> Table:
@@ -216,8 +229,9 @@ def test_one_that_fails_keeps_no_other_from_being_made(
     assert not (tmp_path / "selective.json").exists()
 
 
-def test_another_plan_needs_another_folder(everything: tuple[Path, list[Table]], quiz: str) -> None:
-    folder, _ = everything
+@pytest.mark.slow
+def test_another_plan_needs_another_folder(all_tables: tuple[Path, list[Table]], quiz: str) -> None:
+    folder, _ = all_tables
     with pytest.raises(RunError, match="has limit 4, not 5"):
         list(reproduce(make_study(quiz, folder, limit=5), ["main"]))
     other = replace(make_study(quiz, folder), dtype="bfloat16")

@@ -109,10 +109,10 @@ def command(
 
 
 def _choose_text(reference: Path | None, test: Path | None) -> DemoText:
-    from knn_moe.demo.texts import documentation, read_files
+    from knn_moe.demo.texts import load_documentation, read_files
 
     if reference is None and test is None:
-        return documentation()
+        return load_documentation()
     if reference is None or test is None:
         missing = "--reference" if reference is None else "--test"
         raise click.UsageError(f"{missing} is missing. Your own text needs both files.")

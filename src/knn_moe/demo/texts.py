@@ -31,7 +31,7 @@ class DemoText:
     test_name: str
 
 
-def documentation(seed: int = 0) -> DemoText:
+def load_documentation(seed: int = 0) -> DemoText:
     """Split Python's help topics at random into a reference set and a test set."""
     topics = [Example.of(text) for _, text in sorted(pydoc_data.topics.topics.items())]
     random.Random(seed).shuffle(topics)

@@ -91,14 +91,14 @@ def main(study: Study) -> Table:
             cells = [_accuracy(lines, task, method) for task in questions]
             cells += [_accuracy(lines, AVERAGE, method)] if len(questions) > 1 else []
             for task in texts:
-                cells += [_accuracy(lines, task, method), nats(lines, task, method)]
+                cells += [_accuracy(lines, task, method), _nats(lines, task, method)]
             named[method] = cells
             rows.append(make_row(model, METHODS[method].title, *cells))
-        charts.append(_draw_gains(model, heads, named))
+        charts.append(_chart_gains(model, heads, named))
     notes = [f"Accuracy in %; for text, of the next token. {MARKS}"]
     if texts:
         notes.append("nats: the change of the loss per token against zero-shot; lower is better.")
-    notes += left_out(study, methods)
+    notes += left_out(methods)
     return Table(
         name="main",
         title="Main results",
@@ -110,7 +110,7 @@ def main(study: Study) -> Table:
     )
 
 
-def left_out(study: Study, methods: Sequence[str]) -> list[str]:
+def left_out(methods: Sequence[str]) -> list[str]:
     """Say which methods could not be measured here, and why."""
     missing = [METHODS[name] for name in methods if not METHODS[name].installed]
     return [f"{spec.title} was not measured: {spec.package} is not installed." for spec in missing]
@@ -122,6 +122,7 @@ def _accuracy(lines: Lines, task: str, method: str) -> Cell:
 
 
 def accuracy_cell(line: Line) -> Cell:
+    """Return the accuracy in percent, marked if it differs significantly from zero-shot."""
     return replace(percent(line.score.mean, mark(line)), change=_change_facts(line.change))
 
 
@@ -137,7 +138,7 @@ def _change_facts(change: Comparison | None) -> Mapping[str, float] | None:
     return None if change is None else asdict(change)
 
 
-def nats(lines: Lines, task: str, method: str) -> Cell:
+def _nats(lines: Lines, task: str, method: str) -> Cell:
     """Return the change of the loss per token; for zero-shot, the loss itself."""
     line = lines.get((task, method))
     if line is None:
@@ -145,7 +146,7 @@ def nats(lines: Lines, task: str, method: str) -> Cell:
     return number(line.nll, ".3f") if method == BASE else nats_cell(line)
 
 
-def _draw_gains(model: str, heads: Sequence[str], named: Mapping[str, Sequence[Cell]]) -> Chart:
+def _chart_gains(model: str, heads: Sequence[str], named: Mapping[str, Sequence[Cell]]) -> Chart:
     """Chart the accuracies as percentage points over zero-shot."""
     shown = [place for place, head in enumerate(heads) if not head.endswith(_NATS)]
     base = values_of(named[BASE])
@@ -247,7 +248,7 @@ def _by_method(
         title=title,
         columns=("model", "method", *(study.title(task) for task in tasks)),
         rows=tuple(rows),
-        notes=(f"Accuracy in %. {MARKS}", *left_out(study, methods)),
+        notes=(f"Accuracy in %. {MARKS}", *left_out(methods)),
         charts=tuple(charts),
         facts=study.facts(tasks),
     )
@@ -270,6 +271,6 @@ def load_balancing(study: Study) -> Table:
             "N Σ f P over all layers, of all tokens that were read, including wrong choices and "
             "their padding. The least possible value, an even load, is the number of experts "
             "chosen per token.",
-            *left_out(study, LOAD),
+            *left_out(LOAD),
         ),
     )

@@ -92,7 +92,7 @@ class Study:
         return described
 
     def _claim_folder(self) -> None:
-        """Write into the folder whose study it holds, unless it says so already."""
+        """Write down in the folder which study it holds."""
         if not (self.folder / _STUDY).exists():
             self.folder.mkdir(parents=True, exist_ok=True)
             write_whole(self.folder / _STUDY, json.dumps(self._describe(), indent=1) + "\n")

@@ -254,7 +254,7 @@ def seeds(study: Study) -> Table:
             f"Accuracy in %, mean ± standard deviation over seeds {', '.join(map(str, used))}, "
             "which determine the validation split, the order and the adapters, at the learning "
             "rate that was chosen with the first. Zero-shot and kNN-MoE do not depend on a seed.",
-            *left_out(study, TUNED),
+            *left_out(TUNED),
         ),
         charts=(Chart("bars", heads, series, "accuracy (%)", model),),
         facts=study.facts(plan.seeded),
