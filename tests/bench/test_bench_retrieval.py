@@ -1,4 +1,4 @@
-"""`knn-moe bench retrieval` on tiny sizes: what it shows, what it refuses, its floor by hand."""
+"""`knn-moe bench retrieval` on tiny sizes: its output, its errors, and its floor by hand."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MODEL = ("--shape", "small", "--layers", 2, "--keys", 500, "--prefill", 32, "--b
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As few rounds as there can be: no test looks at how long anything took."""
+    """Measure as little as possible: no test looks at how long anything took."""
     monkeypatch.setattr(timing, "_SECONDS", 0)
     monkeypatch.setattr(timing, "_ROUNDS", (1, 1))
     monkeypatch.setattr(floor, "_COPIED_BYTES", {"cpu": 1 << 20})
@@ -111,7 +111,7 @@ def test_a_running_model() -> None:
     assert found["settings"]["keys"] == 500
 
 
-def test_a_cpu_says_that_it_compiles_nothing() -> None:
+def test_compiled_steps_are_left_out_on_a_cpu() -> None:
     result = retrieval(*MODEL, "--index", "exact")
     assert result.exit_code == 0
     assert "need a GPU" in result.stderr
@@ -120,15 +120,14 @@ def test_a_cpu_says_that_it_compiles_nothing() -> None:
     assert "need a GPU" not in retrieval(*MODEL, "--index", "exact", "--no-compile").stderr
 
 
-@pytest.mark.parametrize("name", ["plot.svg", "plot.png"])
-def test_plots(name: str, tmp_path: Path) -> None:
-    begins = {".svg": b"<?xml", ".png": b"\x89PNG"}[Path(name).suffix]
-    layer, model = tmp_path / f"layer-{name}", tmp_path / f"model-{name}"
-    assert retrieval(*LAYER, "--index", "fast", "--grow", 500, "--plot", layer).exit_code == 0
-    asked = (*MODEL, "--no-compile", "--index", "exact", "--plot", model)
-    assert retrieval(*asked).exit_code == 0
-    assert layer.read_bytes().startswith(begins)
-    assert model.read_bytes().startswith(begins)
+def test_plots(tmp_path: Path) -> None:
+    layer, model = tmp_path / "layer.svg", tmp_path / "model.png"
+    result = retrieval(*LAYER, "--index", "fast", "--grow", 500, "--plot", layer)
+    assert result.exit_code == 0
+    result = retrieval(*MODEL, "--no-compile", "--index", "exact", "--plot", model)
+    assert result.exit_code == 0
+    assert layer.read_bytes().startswith(b"<?xml")
+    assert model.read_bytes().startswith(b"\x89PNG")
 
 
 def test_memory_is_plotted_where_it_was_measured(tmp_path: Path) -> None:
@@ -187,7 +186,7 @@ def test_without_matplotlib_nothing_is_measured(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ConfigError("Enough.")])
-def test_what_was_measured_is_shown_when_the_rest_fails(
+def test_measurements_are_shown_when_a_later_one_fails(
     error: BaseException | type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def measure(bench: StepBench, on_progress: OnProgress) -> Iterator[StepMeasure]:
@@ -212,7 +211,7 @@ def test_an_index_is_read_as_it_is_shown(spec: str) -> None:
     assert describe_index(parse_index(spec)) == spec
 
 
-def test_spaces_and_what_is_usual_anyway() -> None:
+def test_spaces_and_default_options_are_ignored() -> None:
     assert parse_index(" fast , dims = 64, probes=16") == IndexConfig(kind="fast", dims=64)
 
 

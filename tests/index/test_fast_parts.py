@@ -259,8 +259,8 @@ def test_a_correction_stays_within_bounds() -> None:
     """Pairs that would make every far key near are not believed."""
     projected, query, key = pairs(300)
     found = fit_correction(projected, query, key, torch.zeros(300))
-    assert 0 <= found.alike <= 1
-    assert found.nearer < 1
+    assert 0 <= found.correlation <= 1
+    assert found.shrinkage < 1
     assert 0 <= found.weight <= 1
 
 

@@ -100,8 +100,8 @@ class Correction(NamedTuple):
     ‖x⊥‖, and w = (1 - ρ) / (1 - a) replaces them for similar norms.
     """
 
-    alike: Tensor  # ρ
-    nearer: Tensor  # a
+    correlation: Tensor  # ρ
+    shrinkage: Tensor  # a
     surplus: Tensor
     weight: Tensor  # w
 
@@ -112,7 +112,9 @@ class Correction(NamedTuple):
         """
         query, square = query[:, None], key.square()
         projected = estimate - self.weight * square
-        error = 2 * self.alike * query.sqrt() * key + self.nearer * projected + self.surplus
+        error = (
+            2 * self.correlation * query.sqrt() * key + self.shrinkage * projected + self.surplus
+        )
         return (projected + square + query - error).clamp(min=0)
 
 
@@ -142,10 +144,12 @@ def fit_correction(projected: Tensor, query: Tensor, key: Tensor, exact: Tensor)
         solution = torch.linalg.lstsq(table, wanted[:, None], driver="gelsd").solution
         slopes.append((solution[0, 0] / size[place]).clamp(low, high))
         wanted = wanted - slopes[-1] * centred[:, place]
-    alike, nearer = slopes
+    correlation, shrinkage = slopes
     surplus = mean @ (error - parts @ torch.stack(slopes))
-    weight = ((1 - alike) / (1 - nearer)).clamp(0, 1)
-    return Correction(*torch.stack([alike, nearer, surplus, weight]).float().to(exact.device))
+    weight = ((1 - correlation) / (1 - shrinkage)).clamp(0, 1)
+    return Correction(
+        *torch.stack([correlation, shrinkage, surplus, weight]).float().to(exact.device)
+    )
 
 
 def principal_axes(covariance: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ def recall(
         counts: Calls, tokens, changed tokens and summed confidence; changed in place. Shape [4].
         real: Which tokens are no padding; None: all. Shape [T] bool.
         tensors: The index and its values.
-        config: What is asked.
+        config: Neighbours, probes, similarity and top k.
 
     Returns:
         Mixed logits [T, N] in the logits' dtype, and confidence [T] in fp32.
