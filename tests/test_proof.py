@@ -155,8 +155,7 @@ def test_every_intermediate(
         ) -> torch.Tensor:
             mixed, confidence = recall(x, logits)
             distance, rows = recall.index.search(x, recall.k)
-            log_similarity = recall.similarity.log(distance, recall.gamma)
-            proposal = propose_logits(recall.values[rows], log_similarity)
+            proposal = propose_logits(recall.values[rows], recall.weights(distance))
             seen[index] = logits, proposal, mixed, confidence
             return mixed
 

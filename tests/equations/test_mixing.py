@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
-from knn_moe.equations.mixing import confidence, mix_logits, propose_logits
+from knn_moe.equations.mixing import confidence, mix_logits, neighbour_weights, propose_logits
 from knn_moe.equations.similarity import SIMILARITIES
 
 steady = settings(derandomize=True, deadline=None, max_examples=30)
@@ -20,6 +20,10 @@ large = st.floats(-(2.0**100), 2.0**100, width=32)
 ordinary = st.floats(-16, 16, width=32)
 any_log = st.floats(-np.inf, 0, width=32)
 distances = st.floats(0, np.inf, width=32)
+
+
+def propose(values: Tensor, log_similarity: Tensor) -> Tensor:
+    return propose_logits(values, neighbour_weights(log_similarity))
 
 
 def tensors(shape: tuple[int, ...], elements: st.SearchStrategy[float]) -> st.SearchStrategy:
@@ -57,7 +61,7 @@ def test_proposal_is_the_plain_ratio(case: tuple[Tensor, Tensor, Tensor]) -> Non
     similarity = log_similarity.double().exp()
     ratio = similarity / similarity.sum(dim=-1, keepdim=True)
     expected = torch.einsum("tk,tkn->tn", ratio, values.double()).float()
-    torch.testing.assert_close(propose_logits(values, log_similarity), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(propose(values, log_similarity), expected, rtol=0, atol=1e-4)
 
 
 @given(case=recalled(log_similarity=st.integers(-8, 0).map(float)))
@@ -68,25 +72,25 @@ def test_proposal_keeps_the_ratio_where_similarities_underflow(
     _, values, log_similarity = case
     far = log_similarity - 2.0**20
     assert far.exp().eq(0).all()
-    assert torch.equal(propose_logits(values, far), propose_logits(values, log_similarity))
+    assert torch.equal(propose(values, far), propose(values, log_similarity))
 
 
 def test_proposal_leaves_out_a_neighbour_without_similarity() -> None:
     values = torch.tensor([[[1.0, 2.0], [30.0, 40.0]]])
     log_similarity = torch.tensor([[-5.0, -torch.inf]])
-    assert propose_logits(values, log_similarity).tolist() == [[1.0, 2.0]]
+    assert propose(values, log_similarity).tolist() == [[1.0, 2.0]]
 
 
 def test_proposal_of_neighbours_all_without_similarity_is_their_mean() -> None:
     values = torch.tensor([[[1.0, 2.0], [3.0, 6.0]]])
-    assert propose_logits(values, torch.full((1, 2), -torch.inf)).tolist() == [[2.0, 4.0]]
+    assert propose(values, torch.full((1, 2), -torch.inf)).tolist() == [[2.0, 4.0]]
 
 
 @given(case=recalled(values=large))
 @steady
 def test_proposal_lies_among_the_values(case: tuple[Tensor, Tensor, Tensor]) -> None:
     _, values, log_similarity = case
-    proposal = propose_logits(values, log_similarity)
+    proposal = propose(values, log_similarity)
     slack = 1e-5 * values.abs().amax(dim=1)
     assert (proposal >= values.amin(dim=1) - slack).all()
     assert (proposal <= values.amax(dim=1) + slack).all()
@@ -101,8 +105,8 @@ def test_the_order_of_neighbours_is_nothing(
     order = data.draw(st.permutations(range(log_similarity.shape[1])))
     torch.testing.assert_close(confidence(log_similarity[:, order]), confidence(log_similarity))
     torch.testing.assert_close(
-        propose_logits(values[:, order], log_similarity[:, order]),
-        propose_logits(values, log_similarity),
+        propose(values[:, order], log_similarity[:, order]),
+        propose(values, log_similarity),
         rtol=0,
         atol=1e-4,
     )
@@ -117,7 +121,7 @@ def test_any_distance_gives_finite_logits(
     logits, values, squared_distance = case
     log_similarity = SIMILARITIES[name].log(squared_distance, torch.tensor(gamma))
     weight = confidence(log_similarity)
-    mixed = mix_logits(logits, propose_logits(values, log_similarity), weight)
+    mixed = mix_logits(logits, propose(values, log_similarity), weight)
     assert ((weight >= 0) & (weight <= 1)).all()
     assert mixed.isfinite().all()
 
@@ -128,7 +132,7 @@ def test_far_queries_keep_their_logits_exactly(case: tuple[Tensor, Tensor, Tenso
     logits, values, log_similarity = case
     weight = confidence(log_similarity)
     assert weight.eq(0).all()
-    assert torch.equal(mix_logits(logits, propose_logits(values, log_similarity), weight), logits)
+    assert torch.equal(mix_logits(logits, propose(values, log_similarity), weight), logits)
 
 
 @given(case=recalled(log_similarity=st.just(0.0), values=large))
@@ -137,7 +141,7 @@ def test_one_neighbour_at_distance_zero_is_recalled_exactly(
     case: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     logits, values, log_similarity = case
-    proposal = propose_logits(values[:, :1], log_similarity[:, :1])
+    proposal = propose(values[:, :1], log_similarity[:, :1])
     weight = confidence(log_similarity[:, :1])
     assert torch.equal(proposal, values[:, 0])
     assert torch.equal(mix_logits(logits, proposal, weight), values[:, 0])

@@ -155,21 +155,3 @@ def test_concatenating_one_changes_nothing() -> None:
     whole = concatenate([part])
     for column in ("stream", "begin", "example_of_window", "offset_of_window", "key"):
         assert torch.equal(getattr(whole, column), getattr(part, column))
-
-
-def test_domains_are_numbered_on_and_close_up() -> None:
-    part = provenance_of(TWO_EXAMPLES)
-    assert part.num_domains == 1
-    assert part.domain.tolist() == [0] * 7
-    assert "domain_of_window" not in part.tensors()
-    two = concatenate([part, provenance_of(TWO_EXAMPLES, keep={1, 3}.__contains__)])
-    assert two.domain.tolist() == [0] * 7 + [1] * 2
-    assert two.tensors()["domain_of_window"].tolist() == [0, 0, 0, 1, 1, 1]
-    four = concatenate([two, part, two.of_one_domain()])
-    assert four.domain_of_window.tolist() == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 6
-    assert four.cases_of_domain == [7, 2, 7, 9]
-    assert four.subset(torch.tensor([0, 8, 24])).cases_of_domain == [1, 1, 0, 1]
-    rest, _ = four.without({0, 2, 6})  # all of the first domain, some of the third
-    assert four.domains_without({0, 2, 6}) == [1, 2, 3]
-    assert rest.domain_of_window.tolist() == [0] * 3 + [1] * 1 + [2] * 6
-    assert rest.domain_of_window.dtype == torch.int32

@@ -130,29 +130,29 @@ def test_windows_are_sorted_a_pool_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_batch_is_padded_on_the_right(zoo_tokenizer: Any) -> None:
     reference = read(zoo_tokenizer, ["11 12 13", "21"])
-    batch, rows = make_batch(reference, [1, 0])
+    batch = make_batch(reference, [1, 0])
     assert batch.ids.tolist() == [[21, 0, 0], [11, 12, 13]]
     assert batch.real.tolist() == [[True, False, False], [True, True, True]]
     assert batch.scored.tolist() == [[False, False, False], [True, True, False]]
     assert batch.padded
-    assert rows.kept is not None
-    assert rows.kept.tolist() == [0, 3, 4, 5]
-    assert rows.spans == [(3, 0, 1), (0, 1, 3)]
+    assert batch.kept_places is not None
+    assert batch.kept_places.tolist() == [0, 3, 4, 5]
+    assert batch.spans == [(3, 0, 1), (0, 1, 3)]
 
 
 def test_windows_of_one_length_are_not_padded(zoo_tokenizer: Any) -> None:
-    batch, rows = make_batch(read(zoo_tokenizer, ["11 12", "21 22"]), [0, 1])
+    batch = make_batch(read(zoo_tokenizer, ["11 12", "21 22"]), [0, 1])
     assert not batch.padded
-    assert rows.kept is None
-    assert rows.spans == [(0, 0, 4)]  # rows that follow one another are one run
+    assert batch.kept_places is None
+    assert batch.spans == [(0, 0, 4)]  # rows that follow one another are one run
 
 
 def test_a_window_without_cases_has_no_span(zoo_tokenizer: Any) -> None:
     items = [{"prompt": "11 12", "completion": ""}, {"prompt": "21", "completion": " 22"}]
-    _, rows = make_batch(read(zoo_tokenizer, items, "completion"), [0, 1])
-    assert rows.kept is not None
-    assert rows.kept.tolist() == [2]
-    assert rows.spans == [(0, 0, 1)]
+    batch = make_batch(read(zoo_tokenizer, items, "completion"), [0, 1])
+    assert batch.kept_places is not None
+    assert batch.kept_places.tolist() == [2]
+    assert batch.spans == [(0, 0, 1)]
 
 
 @both_kinds
@@ -166,12 +166,12 @@ def test_batches_fill_every_row_with_its_own_token(
     filled = torch.full((len(provenance),), -1)
     scored = 0
     for windows in plan_batches(reference.lengths, batch_tokens):
-        batch, rows = make_batch(reference, windows)
+        batch = make_batch(reference, windows)
         flat = batch.ids.flatten()
-        kept = flat if rows.kept is None else flat[rows.kept]
+        kept = flat if batch.kept_places is None else flat[batch.kept_places]
         scored += int(batch.scored.sum())
-        assert sum(count for *_, count in rows.spans) == len(kept)
-        for row, first, count in rows.spans:
+        assert sum(count for *_, count in batch.spans) == len(kept)
+        for row, first, count in batch.spans:
             assert filled[row : row + count].eq(-1).all()
             filled[row : row + count] = kept[first : first + count]
     assert torch.equal(filled, provenance.token)
