@@ -14,7 +14,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from helpers.near_ties import assert_no_near_ties
+from helpers.near_ties import choose_without_near_ties
 from helpers.slow_reference import ReferenceLayer, build_reference, run_reference
 from knn_moe import BuildConfig, RoutingConfig, RoutingMemory, attach, build_memory, find_routers
 from knn_moe.equations.mixing import propose_logits
@@ -111,13 +111,18 @@ def test_a_shared_template_leaves_gamma_alone(
         assert memory.layers[index].gamma == pytest.approx(expected.gamma, rel=1e-5)
 
 
+def choose_sequence(model: PreTrainedModel, memory: RoutingMemory, k: int, seed: int) -> list[int]:
+    candidates = (torch.tensor([row]) for row in sequences(9, seed))
+    ids = choose_without_near_ties(model, memory, candidates, RoutingConfig(k=k))
+    return [int(token) for token in ids[0]]
+
+
 @pytest.mark.parametrize("k", [1, 3])
 def test_mixing_and_final_output(
     trained: PreTrainedModel, pair: tuple[RoutingMemory, dict[int, ReferenceLayer]], k: int
 ) -> None:
     memory, slow = pair
-    sequence = sequences(1, seed=7)[0]
-    assert_no_near_ties(trained, memory, torch.tensor([sequence]), RoutingConfig(k=k))
+    sequence = choose_sequence(trained, memory, k, seed=7)
     expected, steps = run_reference(trained, sequence, slow, k)
     with attach(trained, memory, RoutingConfig(k=k)) as routing:
         output = trained(torch.tensor([sequence]), use_cache=False).logits[0]
@@ -136,8 +141,7 @@ def test_every_intermediate(
 ) -> None:
     """λ, r_mem and the mixed logits of each token, layer by layer."""
     memory, slow = pair
-    sequence = sequences(1, seed=8)[0]
-    assert_no_near_ties(trained, memory, torch.tensor([sequence]), RoutingConfig(k=k))
+    sequence = choose_sequence(trained, memory, k, seed=8)
     _, steps = run_reference(trained, sequence, slow, k)
     seen: dict[int, tuple[torch.Tensor, ...]] = {}
     handles = []
