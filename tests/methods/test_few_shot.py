@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import PreTrainedModel
 
+from helpers.unchanged import left_as_it_was
 from knn_moe.errors import ConfigError
 from knn_moe.evaluation.compare import match_samples
 from knn_moe.evaluation.evaluate import EvalConfig, evaluate, prepare_questions
@@ -17,7 +16,7 @@ from knn_moe.methods import TaskContext, ZeroShot, prepare
 from knn_moe.methods.embedding import load_embedder
 from knn_moe.methods.few_shot import FewShot, prepare_few_shot
 from knn_moe.tasks import Choice, Number, Task, TaskData, Text
-from knn_moe.tasks.kinds import Function, Program
+from knn_moe.tasks.kinds import Program
 from knn_moe.tasks.questions import Question
 from knn_moe.tasks.task import Kind, Row
 
@@ -54,14 +53,15 @@ def few_shot(model: Any, tokenizer: Any, data: TaskData, scoring: str) -> FewSho
 
 def nearest(data: TaskData, row: Row) -> list[Row]:
     """Return the five most similar rows, the most similar last."""
-    vectors = load_embedder()([each["question"] for each in data.reference])
-    cosines = (vectors @ load_embedder()([row["question"]])[0]).tolist()
+    question, embed = data.task.kind.question, load_embedder()
+    vectors = embed([question(each) for each in data.reference])
+    cosines = (vectors @ embed([question(row)])[0]).tolist()
     order = sorted(range(len(cosines)), key=cosines.__getitem__)
     return [data.reference[place] for place in order[-5:]]
 
 
 def test_the_papers_prompt_with_the_most_similar_questions(
-    tiny_olmoe: PreTrainedModel, tiny_tokenizer: Any
+    tiny_olmoe: Any, tiny_tokenizer: Any
 ) -> None:
     data = lands()
     asked = prepare_questions(tiny_tokenizer, data, EvalConfig(scoring="generation")).questions
@@ -86,7 +86,7 @@ def test_the_papers_prompt_with_the_most_similar_questions(
 
 @pytest.mark.parametrize("bare", [False, True])
 def test_prompts_by_likelihood_show_right_choices(
-    bare: bool, tiny_olmoe: PreTrainedModel, tiny_tokenizer: Any
+    bare: bool, tiny_olmoe: Any, tiny_tokenizer: Any
 ) -> None:
     data = lands(Choice(bare=bare))
     asked = prepare_questions(tiny_tokenizer, data, LIKELY).questions
@@ -109,15 +109,11 @@ def test_prompts_by_likelihood_show_right_choices(
     [
         (Number(max_new_tokens=8), {"solution": "We count them.", "answer": "3"}),
         (Program(max_new_tokens=8), {"code": "x = 1", "tests": ["assert x"]}),
-        (
-            Function(max_new_tokens=8),
-            {"code": "    return 1\n", "tests": ["def check(f): f()"], "entry_point": "f"},
-        ),
     ],
-    ids=["number", "program", "function"],
+    ids=["number", "program"],
 )
 def test_other_kinds_show_solved_prompts(
-    kind: Kind, fields: Row, tiny_olmoe: PreTrainedModel, tiny_tokenizer: Any
+    kind: Kind, fields: Row, tiny_olmoe: Any, tiny_tokenizer: Any
 ) -> None:
     made = [
         {"question": row["question"], "prompt": f"Count: {row['question']}", **fields}
@@ -126,27 +122,21 @@ def test_other_kinds_show_solved_prompts(
     data = quiz(kind, made[:1], made[1:])
     asked = prepare_questions(tiny_tokenizer, data, EvalConfig(scoring="generation")).questions
     (after,) = few_shot(tiny_olmoe, tiny_tokenizer, data, "generation").reword(asked)
-    shots = nearest(data, made[0]) if isinstance(kind, Number) else nearest_prompts(data, made[0])
+    shots = nearest(data, made[0])
     blocks = [f"{kind.prompt(row)}\n{kind.completion(row)}" for row in shots]
     assert tiny_tokenizer.decode(after.ids) == "\n\n".join([*blocks, kind.prompt(made[0])])
 
 
-def nearest_prompts(data: TaskData, row: Row) -> list[Row]:
-    renamed = [{**each, "question": each["prompt"]} for each in data.reference]
-    found = nearest(quiz(data.task.kind, [], renamed), {**row, "question": row["prompt"]})
-    return [data.reference[renamed.index(each)] for each in found]
-
-
 def test_a_run_can_be_compared_and_leaves_the_model_as_it_was(
-    tiny_olmoe: PreTrainedModel, tiny_tokenizer: Any, tmp_path: Path
+    tiny_olmoe: Any, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
     data = lands()
-    state = {name: tensor.clone() for name, tensor in tiny_olmoe.state_dict().items()}
-    alone = evaluate(
-        tiny_olmoe, tiny_tokenizer, data, ZeroShot(), LIKELY, folder=tmp_path / "zero-shot"
-    )
-    prepared = prepare("5-shot", TaskContext(tiny_olmoe, tiny_tokenizer, data, "likelihood"))
-    run = evaluate(tiny_olmoe, tiny_tokenizer, data, prepared, LIKELY, folder=tmp_path / "5-shot")
+    methods = ZeroShot(), few_shot(tiny_olmoe, tiny_tokenizer, data, "likelihood")
+    with left_as_it_was(tiny_olmoe):
+        alone, run = (
+            evaluate(tiny_olmoe, tiny_tokenizer, data, each, LIKELY, folder=tmp_path / each.name)
+            for each in methods
+        )
     pairs = match_samples(run, alone)
     assert all(ours.likelihoods != theirs.likelihoods for ours, theirs in pairs)
     assert run.facts["reworded"]
@@ -157,14 +147,14 @@ def test_a_run_can_be_compared_and_leaves_the_model_as_it_was(
         "reference": 12,
         "shortened": 0,
     }
-    assert all(torch.equal(state[name], tensor) for name, tensor in tiny_olmoe.state_dict().items())
 
 
 @pytest.mark.parametrize(
     ("scoring", "written", "spare"), [("likelihood", 0, 15), ("generation", 8, 60)]
 )
+@pytest.mark.slow
 def test_long_prompts_lose_their_least_similar_shots(
-    scoring: str, written: int, spare: int, tiny_olmoe: PreTrainedModel, tiny_tokenizer: Any
+    scoring: str, written: int, spare: int, tiny_olmoe: Any, tiny_tokenizer: Any
 ) -> None:
     """One question keeps some of its shots; another fills the model by itself."""
     room = tiny_olmoe.config.max_position_embeddings - written
@@ -192,9 +182,7 @@ def _length(question: Question) -> int:
     return len(question.ids) + max((len(ids) for ids, _ in question.choices), default=0)
 
 
-def test_fewer_reference_questions_than_shots(
-    tiny_olmoe: PreTrainedModel, tiny_tokenizer: Any
-) -> None:
+def test_fewer_reference_questions_than_shots(tiny_olmoe: Any, tiny_tokenizer: Any) -> None:
     data = quiz(Choice(), rows()[:1], rows()[1:3])
     asked = prepare_questions(tiny_tokenizer, data, LIKELY).questions
     method = few_shot(tiny_olmoe, tiny_tokenizer, data, "likelihood")
@@ -203,7 +191,7 @@ def test_fewer_reference_questions_than_shots(
     assert method.facts()["shortened"] == 0
 
 
-def test_through_the_chat_template(tiny_olmoe: PreTrainedModel, tiny_tokenizer: Any) -> None:
+def test_through_the_chat_template(tiny_olmoe: Any, tiny_tokenizer: Any) -> None:
     chatty = copy.deepcopy(tiny_tokenizer)
     chatty.chat_template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
@@ -217,7 +205,7 @@ def test_through_the_chat_template(tiny_olmoe: PreTrainedModel, tiny_tokenizer: 
     assert text.count("The correct answer is (") == 5
 
 
-def test_texts_are_refused(tiny_olmoe: PreTrainedModel, tiny_tokenizer: Any) -> None:
+def test_texts_are_refused(tiny_olmoe: Any, tiny_tokenizer: Any) -> None:
     texts = [{"text": "Rain fell."}]
     data = quiz(Text(), texts, texts)
     with pytest.raises(ConfigError, match="5-shot needs questions, and quiz is plain text"):

@@ -14,6 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from helpers import tiny
+from helpers.quiz import WORDS
+from helpers.unchanged import left_as_it_was
 from helpers.zoo import family, make_texts
 from knn_moe.errors import ConfigError, ReferenceSetError, UnsupportedModelError
 from knn_moe.evaluation.evaluate import EvalConfig, evaluate
@@ -33,9 +35,8 @@ from knn_moe.methods.knn_lm import (
 from knn_moe.methods.knn_moe import routing_memory
 from knn_moe.support.embedded_models import EMBEDDED_MODELS
 from knn_moe.tasks import Task, TaskData, Text
-from knn_moe.tasks.likelihood import choice_scores, token_losses
+from knn_moe.tasks.likelihood import token_losses
 
-WORDS = "a stone the river some bread green light one mountain two birds rain".split()  # noqa: SIM905
 GIVEN = KnnLmConfig(k=6, weight=0.3, temperature=90.0)
 
 
@@ -52,7 +53,8 @@ DATA = TaskData(TASK, sentences(6, seed=1), sentences(14, seed=0), "made up")
 
 @pytest.fixture(scope="module", params=EMBEDDED_MODELS)
 def each_context(request: pytest.FixtureRequest, tiny_tokenizer: Any) -> TaskContext:
-    return TaskContext(tiny.trained(request.param), tiny_tokenizer, DATA, "text", length=24)
+    model = tiny.trained(request.param)
+    return TaskContext(model, tiny_tokenizer, DATA, "text", length=24, preset="paper")
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +129,7 @@ def test_the_mixture_of_other_families(other_family: TaskContext, prompt: Tensor
     check_mixture(other_family, prompt[0], temperature=20)
 
 
+@pytest.mark.slow
 def test_the_store_holds_the_tokens_of_a_routing_memory(each_context: TaskContext) -> None:
     """Padding of batches is not stored."""
     store = read_store(each_context)
@@ -183,18 +186,6 @@ def test_greedy_generation_takes_the_likeliest_token(olmoe_context: TaskContext)
     assert written.tolist() != model.generate(padded, **asked, pad_token_id=0)[:, longest:].tolist()
 
 
-def test_choice_scores_with_a_cache_equal_those_without(olmoe_context: TaskContext) -> None:
-    """The cache has one row per prompt, the options have several."""
-    prompt = torch.tensor([olmoe_context.tokenizer("some bread green light")["input_ids"]])
-    options = torch.tensor([[[40, 50, 60], [70, 80, 90]]])
-    with prepare_knn_lm(olmoe_context, GIVEN).apply_to(olmoe_context.model), torch.no_grad():
-        scores, _ = choice_scores(olmoe_context.model, prompt, options, torch.ones(1, 2, 3).bool())
-        for score, option in zip(scores[0], options[0], strict=True):
-            ids = torch.cat([prompt, option[None]], dim=1)
-            likely = olmoe_context.model(ids, use_cache=False).logits[0, -4:-1]
-            assert float(likely.gather(1, option[:, None]).sum()) == pytest.approx(float(score))
-
-
 def test_a_model_in_bf16(tiny_tokenizer: Any) -> None:
     model = tiny.trained("tiny-qwen3").to(torch.bfloat16)
     context = TaskContext(model, tiny_tokenizer, DATA, "text", length=24)
@@ -221,24 +212,15 @@ def test_a_peft_model(zoo_tokenizer: Any, prompt: Tensor) -> None:
     assert float(lost.max()) > 0
 
 
-def test_the_model_is_left_as_it_was(each_context: TaskContext) -> None:
-    model = each_context.model
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    model.train()
-    try:
-        method = prepare("knn+knn-lm", each_context).method
+@pytest.mark.slow
+def test_the_model_is_left_as_it_was(olmoe_context: TaskContext) -> None:
+    model: Any = olmoe_context.model
+    with left_as_it_was(model):
+        method = prepare("knn+knn-lm", olmoe_context).method
         with method.apply_to(model):
             model(torch.tensor([[5, 6, 7]]))
         with pytest.raises(IndexError), method.apply_to(model):
             model(torch.tensor([[5, 6, 1 << 20]]))  # no such token
-        assert all(module.training for module in model.modules())
-    finally:
-        model.eval()
-    assert all(parameter.requires_grad for parameter in model.parameters())
-    assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
-    after = model.state_dict()
-    assert list(after) == list(before)
-    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
 def made_up(examples: int, tokens: int, *, telling: bool) -> TokenStore:
@@ -332,6 +314,7 @@ def test_an_approximate_index_finds_about_the_same() -> None:
     assert float((mixed[0] - logits.softmax(dim=-1)).abs().mean()) > 1e-2
 
 
+@pytest.mark.slow
 def test_evaluations_alone_and_combined(olmoe_context: TaskContext, tmp_path: Path) -> None:
     config = EvalConfig(length=24, batch_size=4)
     losses = {}
@@ -376,8 +359,3 @@ def test_wrong_values_are_refused(tiny_tokenizer: Any, olmoe_context: TaskContex
         pytest.raises(UnsupportedModelError, match="return_dict=True"),
     ):
         olmoe_context.model(torch.tensor([[5, 6]]), return_dict=False)
-
-
-def test_a_tokenizer_of_another_model_is_refused(tiny_tokenizer: Any) -> None:
-    with pytest.raises(ReferenceSetError, match="and the model knows 128"):
-        prepare_knn_lm(TaskContext(family("olmoe"), tiny_tokenizer, DATA, "text"))

@@ -33,6 +33,11 @@ def layers(each_model: PreTrainedModel) -> LastLayers:
     return find_last_layers(each_model, 5)
 
 
+@pytest.fixture(scope="module")
+def olmoe_layers(tiny_olmoe: PreTrainedModel) -> LastLayers:
+    return find_last_layers(tiny_olmoe, 5)
+
+
 def words(*lengths: int, seed: int = 0, top: int = 4000) -> list[list[int]]:
     draw = torch.Generator().manual_seed(seed)
     return [torch.randint(3, top, (length,), generator=draw).tolist() for length in lengths]
@@ -72,12 +77,12 @@ def test_a_run_and_its_gradient_are_those_of_the_whole_model(
         torch.testing.assert_close(own[row, 0], alone, atol=1e-5, rtol=1e-5)
 
 
-def test_resuming_does_not_change_paused_prompts(layers: LastLayers) -> None:
-    paused = layers.read(words(7, 3))
+def test_resuming_does_not_change_paused_prompts(olmoe_layers: LastLayers) -> None:
+    paused = olmoe_layers.read(words(7, 3))
     with torch.no_grad():
-        first = layers.resume(paused, paused.own_routing)
-        layers.resume(paused, disturbed(paused.own_routing))
-        assert torch.equal(layers.resume(paused, paused.own_routing), first)
+        first = olmoe_layers.resume(paused, paused.own_routing)
+        olmoe_layers.resume(paused, disturbed(paused.own_routing))
+        assert torch.equal(olmoe_layers.resume(paused, paused.own_routing), first)
     assert torch.equal(first, paused.logits)
 
 
@@ -141,22 +146,22 @@ def test_a_prompts_own_routing_gives_the_same_answer(
 
 
 def test_choice_scores_equal_a_plain_loop_with_the_same_routing(
-    each_model: PreTrainedModel, layers: LastLayers
+    tiny_olmoe: PreTrainedModel, olmoe_layers: LastLayers
 ) -> None:
     prompts, options = words(8, 8), torch.tensor(words(*[3] * 6, seed=4)).view(2, 3, 3)
     scored = torch.ones_like(options, dtype=torch.bool)
     scored[:, 1, 2] = False
-    routing = disturbed(layers.read(prompts).own_routing)
-    with layers.replace_routing(prompts, routing):
-        found, losses = choice_scores(each_model, torch.tensor(prompts), options, scored)
+    routing = disturbed(olmoe_layers.read(prompts).own_routing)
+    with olmoe_layers.replace_routing(prompts, routing):
+        found, losses = choice_scores(tiny_olmoe, torch.tensor(prompts), options, scored)
     for row, prompt in enumerate(prompts):
         for column in range(3):
             ids = options[row, column][scored[row, column]]
             with torch.no_grad():
-                slow = slow_logits(each_model, prompt, ids[:-1].tolist(), routing[row])
+                slow = slow_logits(tiny_olmoe, prompt, ids[:-1].tolist(), routing[row])
             expected = -F.cross_entropy(slow, ids, reduction="sum")
             torch.testing.assert_close(found[row, column], expected, atol=1e-4, rtol=0)
-    _, alone = choice_scores(each_model, torch.tensor(prompts), options, scored)
+    _, alone = choice_scores(tiny_olmoe, torch.tensor(prompts), options, scored)
     torch.testing.assert_close(losses, alone, atol=1e-5, rtol=0)
 
 
@@ -183,17 +188,20 @@ def test_generation_equals_a_plain_loop_with_the_same_routing(
 
 
 def test_a_prompt_that_is_never_read_is_an_error_and_no_hook_is_left(
-    each_model: PreTrainedModel, layers: LastLayers
+    tiny_olmoe: PreTrainedModel, olmoe_layers: LastLayers
 ) -> None:
     prompts = words(4)
-    own = layers.read(prompts).own_routing
+    own = olmoe_layers.read(prompts).own_routing
     others = torch.tensor(words(4, 4, seed=9))
-    with pytest.raises(RouterNotCalledError, match="routing was not replaced"):  # noqa: SIM117
-        with torch.no_grad(), layers.replace_routing(prompts, own):
-            each_model(others)
-    with pytest.raises(ZeroDivisionError), layers.replace_routing(prompts, own):
+    with (
+        pytest.raises(RouterNotCalledError, match="routing was not replaced"),
+        torch.no_grad(),
+        olmoe_layers.replace_routing(prompts, own),
+    ):
+        tiny_olmoe(others)
+    with pytest.raises(ZeroDivisionError), olmoe_layers.replace_routing(prompts, own):
         raise ZeroDivisionError
-    assert count_hooks(each_model) == 0
+    assert count_hooks(tiny_olmoe) == 0
 
 
 @pytest.mark.parametrize("name", ["granitemoehybrid", "qwen2_moe", "mixtral", "deepseek_v3"])

@@ -7,20 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from helpers.tiny import trained
+from helpers.unchanged import left_as_it_was
 from helpers.zoo import family
 from knn_moe.errors import ConfigError
 from knn_moe.evaluation.evaluate import EvalConfig, evaluate, prepare_questions
-from knn_moe.methods import TaskContext, ZeroShot, prepare
+from knn_moe.methods import Method, TaskContext, ZeroShot, prepare
 from knn_moe.methods.router_bias import BiasHook, RouterBias, RouterBiasConfig, add_biases, fit_bias
 from knn_moe.routers.find import find_routers
-from knn_moe.routers.intercept import RouterHook
 from knn_moe.support.embedded_models import EMBEDDED_MODELS
 from knn_moe.tasks import Choice, Number, Task, TaskData, Text
 from knn_moe.tasks.answers import by_likelihood
 from knn_moe.tasks.likelihood import mean_losses, token_losses
+from knn_moe.tasks.sample import Sample
 
 TEXT = """The lighthouse keeper counted ships from the stone tower. In the evening the fog came in
 from the river, and two birds slept under the lamp. Nobody in the village believed the story of
@@ -31,7 +31,7 @@ CONFIG = RouterBiasConfig(steps=3, learning_rate=1.0)
 
 
 @pytest.fixture(scope="module", params=EMBEDDED_MODELS)
-def each_model(request: pytest.FixtureRequest) -> PreTrainedModel:
+def each_model(request: pytest.FixtureRequest) -> Any:
     return trained(request.param)
 
 
@@ -45,7 +45,7 @@ QUIZ = TaskData(
     [
         {"question": f"What did the {who} see?", "choices": ["a ship", "the fog at night", "rain"],
          "answer": place % 3}
-        for place, who in enumerate(("keeper", "old woman", "bird", "judge", "old man"))
+        for place, who in enumerate(("keeper", "old woman", "bird"))
     ],
     [],
     "made up",
@@ -57,9 +57,12 @@ WINDOWS = TaskData(
 HALVES = EvalConfig(length=40, batch_size=2)
 
 
-def under(
-    model: PreTrainedModel, fitted: list[torch.Tensor], row: int, start: int = 0
-) -> list[BiasHook]:
+def run(model: Any, tokenizer: Any, data: TaskData, method: Method, folder: Path) -> list[Sample]:
+    config = HALVES if data is WINDOWS else LIKELY
+    return evaluate(model, tokenizer, data, method, config, folder=folder / method.name).samples
+
+
+def make_hooks(model: Any, fitted: list[torch.Tensor], row: int, start: int = 0) -> list[BiasHook]:
     routers = find_routers(model)
     return [
         BiasHook(router, part[row : row + 1], start)
@@ -67,19 +70,17 @@ def under(
     ]
 
 
-def test_a_bias_lowers_its_own_prompts_loss(
-    each_model: PreTrainedModel, prompts: list[list[int]]
-) -> None:
+def test_a_bias_lowers_its_own_prompts_loss(each_model: Any, prompts: list[list[int]]) -> None:
     before = mean_losses(each_model, prompts)
     fitted = fit_bias(each_model, prompts, CONFIG)
     for row, prompt in enumerate(prompts):
-        with add_biases(under(each_model, fitted, row)):
+        with add_biases(make_hooks(each_model, fitted, row)):
             after = mean_losses(each_model, [prompt])
         assert float(after) < float(before[row]) - 0.01
 
 
 def test_prompts_of_a_batch_do_not_influence_each_other(
-    each_model: PreTrainedModel, prompts: list[list[int]]
+    each_model: Any, prompts: list[list[int]]
 ) -> None:
     together = fit_bias(each_model, prompts, CONFIG)
     for row, prompt in enumerate(prompts):
@@ -89,7 +90,7 @@ def test_prompts_of_a_batch_do_not_influence_each_other(
 
 
 def test_a_step_follows_the_gradient_of_the_mean_loss(
-    tiny_olmoe: PreTrainedModel, prompts: list[list[int]]
+    tiny_olmoe: Any, prompts: list[list[int]]
 ) -> None:
     """Compare with finite differences in the last layer, where no expert changes."""
     prompt, config = prompts[2], RouterBiasConfig(steps=1, learning_rate=1.0)
@@ -106,26 +107,18 @@ def test_a_step_follows_the_gradient_of_the_mean_loss(
 
 
 def test_without_steps_it_is_the_model_alone(
-    each_model: PreTrainedModel, tiny_tokenizer: Any, tmp_path: Path
+    tiny_olmoe: Any, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
-    none = RouterBias(RouterBiasConfig(steps=0))
-    for data, config in ((QUIZ, LIKELY), (WINDOWS, HALVES)):
-        runs = [
-            evaluate(
-                each_model,
-                tiny_tokenizer,
-                data,
-                method,
-                config,
-                folder=tmp_path / data.task.name / name,
-            )
-            for name, method in (("alone", ZeroShot()), ("none", none))
-        ]
-        assert runs[0].samples == runs[1].samples
+    for data in (QUIZ, WINDOWS):
+        ours, alone = (
+            run(tiny_olmoe, tiny_tokenizer, data, method, tmp_path / data.task.name)
+            for method in (RouterBias(RouterBiasConfig(steps=0)), ZeroShot())
+        )
+        assert ours == alone
 
 
 def test_a_text_is_fitted_on_its_first_half_and_biased_in_its_second(
-    each_model: PreTrainedModel, tiny_tokenizer: Any, tmp_path: Path
+    each_model: Any, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
     """Experts compute each token by itself here, since groups of other sizes round differently."""
     question = prepare_questions(tiny_tokenizer, WINDOWS, HALVES).questions[0]
@@ -135,44 +128,33 @@ def test_a_text_is_fitted_on_its_first_half_and_biased_in_its_second(
     try:
         alone = token_losses(each_model, window, 1)
         fitted = fit_bias(each_model, [question.ids[:20]], RouterBiasConfig())
-        with add_biases(under(each_model, fitted, 0, start=20)):
-            told = token_losses(each_model, window, 1)
-        method = prepare(
-            "router-bias", TaskContext(each_model, tiny_tokenizer, WINDOWS, "text")
-        ).method
-        run = evaluate(each_model, tiny_tokenizer, WINDOWS, method, HALVES, folder=tmp_path / "run")
+        with add_biases(make_hooks(each_model, fitted, 0, start=20)):
+            biased = token_losses(each_model, window, 1)
+        context = TaskContext(each_model, tiny_tokenizer, WINDOWS, "text")
+        method = prepare("router-bias", context).method
+        samples = run(each_model, tiny_tokenizer, WINDOWS, method, tmp_path)
     finally:
         each_model.set_experts_implementation(usual)
-    # The token at place 20 is the first that a biased place predicts the next of.
-    assert torch.equal(alone.nll[:, :20], told.nll[:, :20])
-    assert (alone.nll[:, 20:] != told.nll[:, 20:]).all()
-    first = next(sample for sample in run.samples if sample.id == question.id)
-    assert first.nll == pytest.approx(float(told.nll.mean()), abs=1e-4)
+    # Token 20 is the first with a bias, so token 21 is the first with another loss.
+    assert torch.equal(alone.nll[:, :20], biased.nll[:, :20])
+    assert (alone.nll[:, 20:] != biased.nll[:, 20:]).all()
+    first = next(sample for sample in samples if sample.id == question.id)
+    assert first.nll == pytest.approx(float(biased.nll.mean()), abs=1e-4)
 
 
-def test_what_is_scored_of_a_text_is_not_what_was_fitting_tokens(
-    tiny_olmoe: PreTrainedModel, tiny_tokenizer: Any
-) -> None:
-    """The bias is fitted on the first half of a text, and on all of a question."""
-    method = RouterBias(CONFIG, halves=True)
-    question = prepare_questions(tiny_tokenizer, WINDOWS, HALVES).questions[0]
-    assert method.fitting_tokens(question) == question.ids[:20]
-    assert RouterBias(CONFIG).fitting_tokens(question) == question.ids
-
-
+@pytest.mark.slow
 def test_questions_are_answered_under_their_own_bias(
-    each_model: PreTrainedModel, tiny_tokenizer: Any, tmp_path: Path
+    each_model: Any, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
     """The bias applies to the prompt and to the options after it."""
-    method = RouterBias(CONFIG)
-    run = evaluate(each_model, tiny_tokenizer, QUIZ, method, LIKELY, folder=tmp_path / "biased")
-    alone = evaluate(
-        each_model, tiny_tokenizer, QUIZ, ZeroShot(), LIKELY, folder=tmp_path / "alone"
+    ours, alone = (
+        run(each_model, tiny_tokenizer, QUIZ, method, tmp_path)
+        for method in (RouterBias(CONFIG), ZeroShot())
     )
-    found = {sample.id: sample for sample in run.samples}
-    assert [(s.id, s.batch) for s in run.samples] == [(s.id, s.batch) for s in alone.samples]
+    found = {sample.id: sample for sample in ours}
+    assert [(s.id, s.batch) for s in ours] == [(s.id, s.batch) for s in alone]
     for question in prepare_questions(tiny_tokenizer, QUIZ, LIKELY).questions:
-        with add_biases(under(each_model, fit_bias(each_model, [question.ids], CONFIG), 0)):
+        with add_biases(make_hooks(each_model, fit_bias(each_model, [question.ids], CONFIG), 0)):
             expected = by_likelihood(each_model)([question], 0)[0]
             context = torch.tensor(question.ids)
             for (option, skipped), said in zip(
@@ -184,26 +166,27 @@ def test_questions_are_answered_under_their_own_bias(
         sample = found[question.id]
         assert sample.likelihoods == pytest.approx(expected.likelihoods, abs=1e-3)
         assert sample.nll is None  # of the very tokens it was fitted on
-    plain = {sample.id: sample.likelihoods for sample in alone.samples}
-    assert all(plain[sample.id] != sample.likelihoods for sample in run.samples)
+    plain = {sample.id: sample.likelihoods for sample in alone}
+    assert all(plain[sample.id] != sample.likelihoods for sample in ours)
 
 
-def test_generated_answers(
-    tiny_olmoe: PreTrainedModel, tiny_tokenizer: Any, tmp_path: Path
-) -> None:
+@pytest.mark.slow
+def test_generated_answers(tiny_olmoe: Any, tiny_tokenizer: Any, tmp_path: Path) -> None:
     rows = [{"question": f"How many ships? {word}", "answer": "2"} for word in ("One?", "Or two?")]
     task = Task(name="sums", title="Sums", kind=Number(), files="sums")
     data = TaskData(task, rows, [], "made up")
     config = EvalConfig(batch_size=2, max_new_tokens=12)
     method = RouterBias(RouterBiasConfig(steps=5, learning_rate=50.0))
-    run = evaluate(tiny_olmoe, tiny_tokenizer, data, method, config, folder=tmp_path / "run")
+    samples = evaluate(
+        tiny_olmoe, tiny_tokenizer, data, method, config, folder=tmp_path / "run"
+    ).samples
     for sample, question in zip(
-        run.samples, prepare_questions(tiny_tokenizer, data, config).questions, strict=True
+        samples, prepare_questions(tiny_tokenizer, data, config).questions, strict=True
     ):
         ids = torch.tensor([question.ids])
         fitted = fit_bias(tiny_olmoe, [question.ids], method.config)
         outputs = []
-        for hooks in (under(tiny_olmoe, fitted, 0), []):
+        for hooks in (make_hooks(tiny_olmoe, fitted, 0), []):
             with add_biases(hooks):
                 written = tiny_olmoe.generate(
                     ids, max_new_tokens=12, do_sample=False, pad_token_id=0
@@ -220,7 +203,7 @@ def test_other_families(name: str) -> None:
     before = mean_losses(other, prompts)
     fitted = fit_bias(other, prompts, RouterBiasConfig(steps=3, learning_rate=0.1))
     for row, prompt in enumerate(prompts):
-        with add_biases(under(other, fitted, row)):
+        with add_biases(make_hooks(other, fitted, row)):
             assert float(mean_losses(other, [prompt])) < float(before[row])
 
 
@@ -229,41 +212,18 @@ def test_a_model_in_bf16(tiny_tokenizer: Any, prompts: list[list[int]]) -> None:
     before = mean_losses(model, prompts)
     fitted = fit_bias(model, prompts, CONFIG)
     assert all(part.dtype == torch.float32 for part in fitted)
-    with add_biases(under(model, fitted, 0)):
+    with add_biases(make_hooks(model, fitted, 0)):
         assert float(mean_losses(model, prompts[:1])) < float(before[0])
 
 
-def test_the_model_is_left_as_it_was(
-    each_model: PreTrainedModel, tiny_tokenizer: Any, tmp_path: Path
-) -> None:
-    before = {name: tensor.clone() for name, tensor in each_model.state_dict().items()}
-    each_model.train()
-    each_model.lm_head.weight.requires_grad_(False)
-    try:
-        evaluate(
-            each_model, tiny_tokenizer, QUIZ, RouterBias(CONFIG), LIKELY, folder=tmp_path / "run"
-        )
+def test_the_model_is_left_as_it_was(tiny_olmoe: Any, tiny_tokenizer: Any, tmp_path: Path) -> None:
+    with left_as_it_was(tiny_olmoe):
+        run(tiny_olmoe, tiny_tokenizer, QUIZ, RouterBias(CONFIG), tmp_path)
         with pytest.raises(IndexError):
-            fit_bias(each_model, [[5, 6, 1 << 20]], CONFIG)  # no such token
-        assert all(module.training for module in each_model.modules())
-        assert not each_model.lm_head.weight.requires_grad
-    finally:
-        each_model.eval()
-        each_model.lm_head.weight.requires_grad_(True)
-    assert all(parameter.requires_grad for parameter in each_model.parameters())
-    assert all(parameter.grad is None for parameter in each_model.parameters())
-    hooks = [
-        hook
-        for part in each_model.modules()
-        for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
-    ]
-    assert not any(isinstance(getattr(hook, "__self__", None), RouterHook) for hook in hooks)
-    after = each_model.state_dict()
-    assert list(after) == list(before)
-    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+            fit_bias(tiny_olmoe, [[5, 6, 1 << 20]], CONFIG)  # no such token
 
 
-def test_a_prompt_of_one_token_has_nothing_to_fit(tiny_olmoe: PreTrainedModel) -> None:
+def test_a_prompt_of_one_token_has_nothing_to_fit(tiny_olmoe: Any) -> None:
     assert all(not part.any() for part in fit_bias(tiny_olmoe, [[5]], CONFIG))
     fitted = fit_bias(tiny_olmoe, [[5], [6, 7, 8]], CONFIG)
     assert all(not part[0].any() and part[1].any() for part in fitted)

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from helpers.tiny import trained
-from helpers.tuned import COLOURS, QUICK, left_as_it_was, quiz_context
+from helpers.tuned import COLOURS, QUICK, quiz_context
+from helpers.unchanged import left_as_it_was
 from knn_moe import find_routers
 from knn_moe.errors import ConfigError, MissingDependencyError, ModelError, ReferenceSetError
 from knn_moe.evaluation.evaluate import EvalConfig, evaluate
@@ -97,6 +98,7 @@ def test_a_bf16_model_is_tuned(prepare: Any, tiny_tokenizer: Any) -> None:
         assert {each.dtype for each in model.parameters()} == {torch.bfloat16}
 
 
+@pytest.mark.slow
 def test_the_facts_say_what_was_done(tiny_olmoe: Any, tiny_tokenizer: Any) -> None:
     steps: list[Progress] = []
     config = TuneConfig(learning_rates=(1e-3, 3e-3), rank=4, epochs=2, batch_size=8, extensions=1)

@@ -134,6 +134,7 @@ def test_the_losses_are_those_of_transformers(name: str, tiny_tokenizer: Any) ->
         (unfreeze_routers, "tiny-qwen3"),
     ],
 )
+@pytest.mark.slow
 def test_the_loop_is_plain_adamw(unfreeze: Any, name: str, tiny_tokenizer: Any) -> None:
     """Against a loop written out here: torch's AdamW, transformers' loss, a linear schedule."""
     model = trained(name)

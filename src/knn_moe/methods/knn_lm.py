@@ -116,8 +116,8 @@ class HiddenStateHook:
     """Records the input of the model's output embedding in its latest forward pass."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._head = unwrap(model).get_output_embeddings()
-        if self._head is None:
+        self._output = unwrap(model).get_output_embeddings()
+        if self._output is None:
             raise UnsupportedModelError(
                 f"{type(unwrap(model)).__name__} has no output embedding, and kNN-LM reads its "
                 f"input. Define get_output_embeddings() on the model."
@@ -125,7 +125,7 @@ class HiddenStateHook:
         self._recorded: Tensor | None = None
 
     def install(self) -> Sequence[RemovableHandle]:
-        return [self._head.register_forward_hook(self._record)]
+        return [self._output.register_forward_hook(self._record)]
 
     def _record(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._recorded = args[0].detach()
@@ -288,24 +288,30 @@ class KnnLmHead:
     @contextmanager
     def apply_to(self, model: nn.Module) -> Iterator[None]:
         """Replace the logits until the context is left, but not a loss that the model computes."""
-        hidden = HiddenStateHook(model)
-
-        def replace_logits(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-            if not isinstance(getattr(output, "logits", None), Tensor):
-                raise UnsupportedModelError(
-                    f"{type(module).__name__} returned {type(output).__name__} without logits: "
-                    f"call it with return_dict=True."
-                )
-            output.logits = self.mix(hidden.take(output.logits), output.logits)
-            return output
-
         forget_compiled_graphs()
-        with install_hooks([hidden]):
-            handle = unwrap(model).register_forward_hook(replace_logits)
-            try:
-                yield
-            finally:
-                handle.remove()
+        with install_hooks([MixtureHook(model, self)]):
+            yield
+
+
+class MixtureHook(HiddenStateHook):
+    """Replaces the logits of each forward pass by those of a kNN-LM head."""
+
+    def __init__(self, model: nn.Module, head: KnnLmHead) -> None:
+        super().__init__(model)
+        self._model = unwrap(model)
+        self._mix = head.mix
+
+    def install(self) -> Sequence[RemovableHandle]:
+        return [*super().install(), self._model.register_forward_hook(self._replace_logits)]
+
+    def _replace_logits(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if not isinstance(getattr(output, "logits", None), Tensor):
+            raise UnsupportedModelError(
+                f"{type(module).__name__} returned {type(output).__name__} without logits: call it "
+                f"with return_dict=True."
+            )
+        output.logits = self._mix(self.take(output.logits), output.logits)
+        return output
 
 
 @dataclass(frozen=True)
