@@ -16,9 +16,6 @@ def run_cli(*arguments: object) -> Result:
     return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
-knn_moe = run_cli
-
-
 def save_model(name: str, folder: Path) -> Path:
     """Save the family `name` with the number tokenizer and return its folder."""
     family = next(family for family in FAMILIES if family.name == name)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from helpers.commands import knn_moe
+from helpers.commands import run_cli
 from helpers.memories import same_cases
 from helpers.zoo import BUILD, family, make_texts
 from knn_moe import RoutingMemory, build_memory, prune
@@ -110,11 +110,11 @@ def test_a_calibration_that_read_them_is_forgotten(zoo_memory: RoutingMemory) ->
 def test_the_drop_command(zoo_memory: RoutingMemory, tmp_path: Path) -> None:
     zoo_memory.save_pretrained(tmp_path / "memory")
     drop = ("drop", tmp_path / "memory", "-o", tmp_path / "rest", "--example")
-    refused = knn_moe(*drop, 99)
+    refused = run_cli(*drop, 99)
     assert refused.exit_code == 2
     assert "no example 99" in " ".join(refused.stderr.split())
     assert [path.name for path in tmp_path.iterdir()] == ["memory"]
-    done = knn_moe(*drop, 0, "--example", 5, "--json")
+    done = run_cli(*drop, 0, "--example", 5, "--json")
     assert done.exit_code == 0, done.output
     facts = json.loads(done.stdout)
     rest = RoutingMemory.from_pretrained(tmp_path / "rest")
@@ -130,17 +130,17 @@ def test_appending_is_building_both(saved_model: Path, tmp_path: Path) -> None:
     options = ("--steps", 2, "--learning-rate", 5, "--batch-tokens", 1)
     for name in ("first", "both"):
         source = tmp_path / f"{name}.jsonl"
-        assert knn_moe("build", saved_model, source, "-o", tmp_path / name, *options).exit_code == 0
+        assert run_cli("build", saved_model, source, "-o", tmp_path / name, *options).exit_code == 0
     append = ("build", saved_model, tmp_path / "more.jsonl", "--append", tmp_path / "first")
-    done = knn_moe(*append, "-o", tmp_path / "grown")
+    done = run_cli(*append, "-o", tmp_path / "grown")
     assert done.exit_code == 0, done.output
     grown, both = (RoutingMemory.from_pretrained(tmp_path / name) for name in ("grown", "both"))
     assert same_cases(grown, both)
     assert grown.build == both.build
-    refused = knn_moe(*append, "-o", tmp_path / "other", "--steps", 3)
+    refused = run_cli(*append, "-o", tmp_path / "other", "--steps", 3)
     assert refused.exit_code == 2
     assert "built with steps 2, but 3 was given" in " ".join(refused.stderr.split())
-    again = knn_moe(*append, "-o", tmp_path / "first", "--overwrite")
+    again = run_cli(*append, "-o", tmp_path / "first", "--overwrite")
     assert again.exit_code == 0, again.output
     assert same_cases(RoutingMemory.from_pretrained(tmp_path / "first"), both)
     left = {path.name for path in tmp_path.iterdir() if path.is_dir()}
@@ -156,7 +156,7 @@ def test_appending_to_another_model_s_memory_is_told_first(
     (tmp_path / "more.jsonl").write_text(json.dumps({"text": "4 5 6 7"}) + "\n")
     source = tmp_path / "more.jsonl"
     foreign, grown = tmp_path / "foreign", tmp_path / "grown"
-    refused = knn_moe("build", saved_model, source, "--append", foreign, "-o", grown)
+    refused = run_cli("build", saved_model, source, "--append", foreign, "-o", grown)
     assert refused.exit_code == 2
     assert "was built for" in " ".join(refused.stderr.split())
     assert {path.name for path in tmp_path.iterdir()} == {"foreign", "more.jsonl"}
