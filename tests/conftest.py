@@ -104,18 +104,3 @@ def compiled_state() -> Iterator[None]:
     torch.compiler.reset()
     yield
     torch.compiler.reset()
-
-
-@pytest.fixture
-def model(zoo_olmoe: PreTrainedModel) -> PreTrainedModel:
-    return zoo_olmoe
-
-
-@pytest.fixture(scope="session")
-def tokenizer(zoo_tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
-    return zoo_tokenizer
-
-
-@pytest.fixture(scope="session")
-def memory(zoo_memory: RoutingMemory) -> RoutingMemory:
-    return zoo_memory

@@ -33,136 +33,148 @@ TEXTS = make_texts(14)
 OWN_EXPERTS = {"llama4_text", "dbrx", "jetmoe", "longcat_flash"}  # not to be set
 
 
-def test_the_papers_preset(model: PreTrainedModel, tokenizer: object) -> None:
+def test_the_papers_preset(zoo_olmoe: PreTrainedModel, zoo_tokenizer: object) -> None:
     config = BuildConfig(preset="paper")
     assert (config.steps, config.learning_rate, config.gradient) == (1, 2e-2, "sparse")
-    memory = build_memory(model, tokenizer, TEXTS, config)
+    memory = build_memory(zoo_olmoe, zoo_tokenizer, TEXTS, config)
     assert memory.routing == RoutingConfig(k=1, similarity="rbf")
-    assert build_memory(model, tokenizer, TEXTS).build == memory.build
+    assert build_memory(zoo_olmoe, zoo_tokenizer, TEXTS).build == memory.build
     assert set(PRESETS) == {"paper", "strong"}
 
 
-def test_the_strong_preset(model: PreTrainedModel, tokenizer: object) -> None:
+def test_the_strong_preset(zoo_olmoe: PreTrainedModel, zoo_tokenizer: object) -> None:
     config = BuildConfig(preset="strong")
     assert (config.steps, config.learning_rate, config.gradient) == (5, 2.0, "dense")
-    memory = build_memory(model, tokenizer, TEXTS, config)
+    memory = build_memory(zoo_olmoe, zoo_tokenizer, TEXTS, config)
     assert memory.routing == RoutingConfig(
         k=16, similarity="rbf", gamma_scale=1.5, confidence_scale=0.2
     )
-    with attach(model, memory) as routing:
+    with attach(zoo_olmoe, memory) as routing:
         assert routing.config == memory.routing
 
 
-def test_batches_change_nothing_but_rounding(model: PreTrainedModel, tokenizer: object) -> None:
-    one_by_one = build_memory(model, tokenizer, TEXTS, BuildConfig(batch_tokens=1))
-    together = build_memory(model, tokenizer, TEXTS, BuildConfig(batch_tokens=10_000))
+def test_batches_change_nothing_but_rounding(
+    zoo_olmoe: PreTrainedModel, zoo_tokenizer: object
+) -> None:
+    one_by_one = build_memory(zoo_olmoe, zoo_tokenizer, TEXTS, BuildConfig(batch_tokens=1))
+    together = build_memory(zoo_olmoe, zoo_tokenizer, TEXTS, BuildConfig(batch_tokens=10_000))
     for index, layer in one_by_one.layers.items():
         torch.testing.assert_close(layer.keys, together.layers[index].keys)
         torch.testing.assert_close(layer.values, together.layers[index].values)
         assert layer.gamma == pytest.approx(together.layers[index].gamma, rel=1e-5)
 
 
-def test_more_steps_go_further(model: PreTrainedModel, tokenizer: object) -> None:
+def test_more_steps_go_further(zoo_olmoe: PreTrainedModel, zoo_tokenizer: object) -> None:
     still, once, often = (
-        build_memory(model, tokenizer, TEXTS, BuildConfig(steps=steps)).layers[0].values
+        build_memory(zoo_olmoe, zoo_tokenizer, TEXTS, BuildConfig(steps=steps)).layers[0].values
         for steps in (0, 1, 4)
     )
     assert 0 < (once - still).norm() < (often - still).norm()
 
 
-def test_the_last_token_has_nothing_to_learn(model: PreTrainedModel, tokenizer: object) -> None:
-    own = build_memory(model, tokenizer, TEXTS, BuildConfig(steps=0))
-    learned = build_memory(model, tokenizer, TEXTS, BuildConfig(learning_rate=1.0))
+def test_the_last_token_has_nothing_to_learn(
+    zoo_olmoe: PreTrainedModel, zoo_tokenizer: object
+) -> None:
+    own = build_memory(zoo_olmoe, zoo_tokenizer, TEXTS, BuildConfig(steps=0))
+    learned = build_memory(zoo_olmoe, zoo_tokenizer, TEXTS, BuildConfig(learning_rate=1.0))
     last = torch.cat([own.provenance.example.diff(), torch.ones(1)]).bool()
     moved = (learned.layers[1].values - own.layers[1].values).abs().sum(dim=-1)
     assert (moved[last] == 0).all()
     assert (moved[~last] > 0).all()
 
 
-def test_completion_tokens_only(model: PreTrainedModel, tokenizer: object) -> None:
+def test_completion_tokens_only(zoo_olmoe: PreTrainedModel, zoo_tokenizer: object) -> None:
     examples = [Example("3 4 5 ", "6 7"), Example("8 9 ", "10 11 12")]
-    memory = build_memory(model, tokenizer, examples, BuildConfig(tokens="completion"))
+    memory = build_memory(zoo_olmoe, zoo_tokenizer, examples, BuildConfig(tokens="completion"))
     # The tokens that predict the completion: the last of the prompt, and all but the last after.
     assert memory.provenance.token.tolist() == [5, 6, 9, 10, 11]
     assert memory.provenance.position.tolist() == [2, 3, 1, 2, 3]
-    everything = build_memory(model, tokenizer, examples)
+    everything = build_memory(zoo_olmoe, zoo_tokenizer, examples)
     assert everything.provenance.token.tolist() == [3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
     torch.testing.assert_close(memory.layers[0].keys, everything.layers[0].keys[[2, 3, 6, 7, 8]])
 
 
-def test_a_batch_of_prompts_alone_fills_no_rows(model: PreTrainedModel, tokenizer: object) -> None:
+def test_a_batch_of_prompts_alone_fills_no_rows(
+    zoo_olmoe: PreTrainedModel, zoo_tokenizer: object
+) -> None:
     examples = [Example("3 4 5 6 7 8 9 10 ", "11 12"), Example("3 4 ", "5")]
     config = BuildConfig(tokens="completion", max_length=4, batch_tokens=4)
-    memory = build_memory(model, tokenizer, examples, config)
+    memory = build_memory(zoo_olmoe, zoo_tokenizer, examples, config)
     # Windows 3-6, 7-10, 11-12: a completion's first token needs its prompt in the same window.
     assert memory.provenance.token.tolist() == [11, 4]
 
 
-def test_long_texts_are_cut_into_windows(model: PreTrainedModel, tokenizer: object) -> None:
+def test_long_texts_are_cut_into_windows(zoo_olmoe: PreTrainedModel, zoo_tokenizer: object) -> None:
     text = make_texts(1, seed=2, shortest=25, longest=25)[0]
-    memory = build_memory(model, tokenizer, [text, "3 4"], BuildConfig(max_length=10))
+    memory = build_memory(zoo_olmoe, zoo_tokenizer, [text, "3 4"], BuildConfig(max_length=10))
     assert memory.provenance.example.tolist() == [0] * 25 + [1] * 2
     assert memory.provenance.position.tolist() == [*range(25), 0, 1]
     parts = [" ".join(text.split()[start : start + 10]) for start in (0, 10, 20)]
-    apart = build_memory(model, tokenizer, [*parts, "3 4"])
+    apart = build_memory(zoo_olmoe, zoo_tokenizer, [*parts, "3 4"])
     torch.testing.assert_close(memory.layers[0].keys, apart.layers[0].keys)
 
 
-def test_the_model_is_left_as_it_was(model: PreTrainedModel, tokenizer: object) -> None:
-    model.train()
-    model.model.norm.requires_grad_(False)
-    model.set_experts_implementation("eager")
-    trainable = {name: p.requires_grad for name, p in model.named_parameters()}
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    build_memory(model, tokenizer, TEXTS)
-    assert model.training
-    assert model.config._experts_implementation == "eager"
-    assert {name: p.requires_grad for name, p in model.named_parameters()} == trainable
-    assert all(p.grad is None for p in model.parameters())
-    assert all(torch.equal(model.state_dict()[name], value) for name, value in state.items())
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+def test_the_model_is_left_as_it_was(zoo_olmoe: PreTrainedModel, zoo_tokenizer: object) -> None:
+    zoo_olmoe.train()
+    zoo_olmoe.model.norm.requires_grad_(False)
+    zoo_olmoe.set_experts_implementation("eager")
+    trainable = {name: p.requires_grad for name, p in zoo_olmoe.named_parameters()}
+    state = {name: value.clone() for name, value in zoo_olmoe.state_dict().items()}
+    build_memory(zoo_olmoe, zoo_tokenizer, TEXTS)
+    assert zoo_olmoe.training
+    assert zoo_olmoe.config._experts_implementation == "eager"
+    assert {name: p.requires_grad for name, p in zoo_olmoe.named_parameters()} == trainable
+    assert all(p.grad is None for p in zoo_olmoe.parameters())
+    assert all(torch.equal(zoo_olmoe.state_dict()[name], value) for name, value in state.items())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in zoo_olmoe.modules())
 
 
-def test_it_builds_whatever_mode_it_is_called_in(model: PreTrainedModel, tokenizer: object) -> None:
-    expected = build_memory(model, tokenizer, TEXTS).layers[0].values
+def test_it_builds_whatever_mode_it_is_called_in(
+    zoo_olmoe: PreTrainedModel, zoo_tokenizer: object
+) -> None:
+    expected = build_memory(zoo_olmoe, zoo_tokenizer, TEXTS).layers[0].values
     for mode in (torch.no_grad(), torch.inference_mode()):
         with mode:
-            built = build_memory(model, tokenizer, TEXTS)
+            built = build_memory(zoo_olmoe, zoo_tokenizer, TEXTS)
         assert torch.equal(built.layers[0].values, expected)
 
 
 def test_building_on_an_attached_model_is_refused(
-    model: PreTrainedModel, tokenizer: object, memory: RoutingMemory
+    zoo_olmoe: PreTrainedModel, zoo_tokenizer: object, zoo_memory: RoutingMemory
 ) -> None:
-    with attach(model, memory), pytest.raises(BuildError, match="Detach it"):
-        build_memory(model, tokenizer, TEXTS)
+    with attach(zoo_olmoe, zoo_memory), pytest.raises(BuildError, match="Detach it"):
+        build_memory(zoo_olmoe, zoo_tokenizer, TEXTS)
 
 
-def test_logits_that_are_not_finite_are_told(model: PreTrainedModel, tokenizer: object) -> None:
+def test_logits_that_are_not_finite_are_told(
+    zoo_olmoe: PreTrainedModel, zoo_tokenizer: object
+) -> None:
     with pytest.raises(BuildError, match=r"not finite\. Lower the learning rate"):
-        build_memory(model, tokenizer, TEXTS, BuildConfig(learning_rate=3e38, steps=2))
+        build_memory(zoo_olmoe, zoo_tokenizer, TEXTS, BuildConfig(learning_rate=3e38, steps=2))
 
 
-def test_a_tokenizer_of_another_model_is_told(model: PreTrainedModel) -> None:
+def test_a_tokenizer_of_another_model_is_told(zoo_olmoe: PreTrainedModel) -> None:
     with pytest.raises(ReferenceSetError, match="token 500, and the model knows 128"):
-        build_memory(model, number_tokenizer(1000), ["3 500"])
+        build_memory(zoo_olmoe, number_tokenizer(1000), ["3 500"])
 
 
 def test_a_compiled_model_is_built_on_all_the_same(
-    model: PreTrainedModel, tokenizer: object, compiled_state: None
+    zoo_olmoe: PreTrainedModel, zoo_tokenizer: object, compiled_state: None
 ) -> None:
-    expected = build_memory(model, tokenizer, TEXTS)
-    compiled = torch.compile(model, backend="eager")
+    expected = build_memory(zoo_olmoe, zoo_tokenizer, TEXTS)
+    compiled = torch.compile(zoo_olmoe, backend="eager")
     with torch.no_grad():
         compiled(torch.tensor([[3, 4, 5]]), use_cache=False)
-    built = build_memory(compiled, tokenizer, TEXTS)
+    built = build_memory(compiled, zoo_tokenizer, TEXTS)
     assert built.base_model == expected.base_model
     torch.testing.assert_close(built.layers[1].values, expected.layers[1].values)
 
 
-def test_progress_reaches_every_token(model: PreTrainedModel, tokenizer: object) -> None:
+def test_progress_reaches_every_token(zoo_olmoe: PreTrainedModel, zoo_tokenizer: object) -> None:
     seen: list[Progress] = []
-    build_memory(model, tokenizer, TEXTS, BuildConfig(batch_tokens=50), on_progress=seen.append)
+    build_memory(
+        zoo_olmoe, zoo_tokenizer, TEXTS, BuildConfig(batch_tokens=50), on_progress=seen.append
+    )
     total = sum(len(text.split()) for text in TEXTS)
     *optimised, started, sealed = seen
     assert [started, sealed] == [Progress("sealing", 0, total), Progress("sealing", total, total)]
@@ -173,28 +185,34 @@ def test_progress_reaches_every_token(model: PreTrainedModel, tokenizer: object)
 
 
 def test_a_build_that_fails_leaves_nothing(
-    model: PreTrainedModel, tokenizer: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    zoo_olmoe: PreTrainedModel,
+    zoo_tokenizer: object,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def exhausted(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(model.model.layers[0], "forward", exhausted)
+    monkeypatch.setattr(zoo_olmoe.model.layers[0], "forward", exhausted)
     with pytest.raises(ModelTooLargeError, match="Lower batch_tokens"):
-        build_memory(model, tokenizer, TEXTS, folder=tmp_path / "memory")
+        build_memory(zoo_olmoe, zoo_tokenizer, TEXTS, folder=tmp_path / "memory")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_disk_that_is_too_small(
-    model: PreTrainedModel, tokenizer: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    zoo_olmoe: PreTrainedModel,
+    zoo_tokenizer: object,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     usage = type("Usage", (), {"free": 100})
     monkeypatch.setattr("knn_moe.build.checkpoint.shutil.disk_usage", lambda path: usage)
     with pytest.raises(BuildError, match="GB free"):
-        build_memory(model, tokenizer, TEXTS, folder=tmp_path / "memory")
+        build_memory(zoo_olmoe, zoo_tokenizer, TEXTS, folder=tmp_path / "memory")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_model_without_routers(tokenizer: object) -> None:
+def test_a_model_without_routers(zoo_tokenizer: object) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -202,7 +220,7 @@ def test_a_model_without_routers(tokenizer: object) -> None:
         num_attention_heads=2, num_key_value_heads=2,
     )  # fmt: skip
     with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM has no router"):
-        build_memory(LlamaForCausalLM(config), tokenizer, TEXTS)
+        build_memory(LlamaForCausalLM(config), zoo_tokenizer, TEXTS)
 
 
 BUILD_SCRIPT = textwrap.dedent(
@@ -228,7 +246,7 @@ BUILD_SCRIPT = textwrap.dedent(
 
 
 def test_after_a_kill_it_goes_on_and_gives_the_same_memory(
-    model: PreTrainedModel, tokenizer: object, tmp_path: Path
+    zoo_olmoe: PreTrainedModel, zoo_tokenizer: object, tmp_path: Path
 ) -> None:
     texts, config = make_texts(30), BuildConfig(batch_tokens=40)
     folder = tmp_path / "killed"
@@ -238,8 +256,10 @@ def test_after_a_kill_it_goes_on_and_gives_the_same_memory(
     assert not folder.exists()
     done = len((partial_folder(folder) / "journal.txt").read_text().splitlines())
     seen: list[Progress] = []
-    resumed = build_memory(model, tokenizer, texts, config, folder=folder, on_progress=seen.append)
-    whole = build_memory(model, tokenizer, texts, config, folder=tmp_path / "whole")
+    resumed = build_memory(
+        zoo_olmoe, zoo_tokenizer, texts, config, folder=folder, on_progress=seen.append
+    )
+    whole = build_memory(zoo_olmoe, zoo_tokenizer, texts, config, folder=tmp_path / "whole")
     assert done >= 1
     # Killed as it reported its 200th token: of those, at most one batch was not on disk yet.
     *_, last = (step for step in seen if step.stage == "resuming")
@@ -253,7 +273,10 @@ def test_after_a_kill_it_goes_on_and_gives_the_same_memory(
 
 
 def test_a_failure_keeps_all_that_was_computed(
-    model: PreTrainedModel, tokenizer: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    zoo_olmoe: PreTrainedModel,
+    zoo_tokenizer: object,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from knn_moe.build import build
 
@@ -267,7 +290,9 @@ def test_a_failure_keeps_all_that_was_computed(
 
     monkeypatch.setattr(build, "optimise_routing", fail_at_fifth)
     with pytest.raises(ZeroDivisionError):
-        build_memory(model, tokenizer, TEXTS, BuildConfig(batch_tokens=40), folder=tmp_path / "m")
+        build_memory(
+            zoo_olmoe, zoo_tokenizer, TEXTS, BuildConfig(batch_tokens=40), folder=tmp_path / "m"
+        )
     assert (partial_folder(tmp_path / "m") / "journal.txt").read_text() == "0\n1\n2\n3\n"
 
 
@@ -277,31 +302,31 @@ def stop(progress: Progress) -> None:
 
 
 def test_half_a_line_in_the_journal_does_not_count(
-    model: PreTrainedModel, tokenizer: object, tmp_path: Path
+    zoo_olmoe: PreTrainedModel, zoo_tokenizer: object, tmp_path: Path
 ) -> None:
     folder, config = tmp_path / "memory", BuildConfig(batch_tokens=40)
     with pytest.raises(KeyboardInterrupt):
-        build_memory(model, tokenizer, TEXTS, config, folder=folder, on_progress=stop)
+        build_memory(zoo_olmoe, zoo_tokenizer, TEXTS, config, folder=folder, on_progress=stop)
     with (partial_folder(folder) / "journal.txt").open("a") as journal:
         journal.write("1")  # of "12", say
     with pytest.raises(KeyboardInterrupt):
-        build_memory(model, tokenizer, TEXTS, config, folder=folder, on_progress=stop)
-    resumed = build_memory(model, tokenizer, TEXTS, config, folder=folder)
-    whole = build_memory(model, tokenizer, TEXTS, config)
+        build_memory(zoo_olmoe, zoo_tokenizer, TEXTS, config, folder=folder, on_progress=stop)
+    resumed = build_memory(zoo_olmoe, zoo_tokenizer, TEXTS, config, folder=folder)
+    whole = build_memory(zoo_olmoe, zoo_tokenizer, TEXTS, config)
     assert torch.equal(resumed.layers[0].keys, whole.layers[0].keys)
 
 
 def test_going_on_with_something_else_is_refused(
-    model: PreTrainedModel, tokenizer: object, tmp_path: Path
+    zoo_olmoe: PreTrainedModel, zoo_tokenizer: object, tmp_path: Path
 ) -> None:
     folder, config = tmp_path / "memory", BuildConfig(batch_tokens=40)
     with pytest.raises(KeyboardInterrupt):
-        build_memory(model, tokenizer, TEXTS, config, folder=folder, on_progress=stop)
+        build_memory(zoo_olmoe, zoo_tokenizer, TEXTS, config, folder=folder, on_progress=stop)
     with pytest.raises(BuildError, match="another model, reference set or config"):
-        build_memory(model, tokenizer, TEXTS[1:], config, folder=folder)
+        build_memory(zoo_olmoe, zoo_tokenizer, TEXTS[1:], config, folder=folder)
     with pytest.raises(BuildError, match="another model, reference set or config"):
-        build_memory(model, tokenizer, TEXTS, BuildConfig(steps=2), folder=folder)
-    assert len(build_memory(model, tokenizer, TEXTS, config, folder=folder)) > 100
+        build_memory(zoo_olmoe, zoo_tokenizer, TEXTS, BuildConfig(steps=2), folder=folder)
+    assert len(build_memory(zoo_olmoe, zoo_tokenizer, TEXTS, config, folder=folder)) > 100
 
 
 PEAK_SCRIPT = textwrap.dedent(
@@ -381,13 +406,13 @@ def test_building_experts_equal_the_models_own(name: str, monkeypatch: pytest.Mo
         torch.testing.assert_close(ours, own)
 
 
-def test_experts_are_put_back_after_an_error(model: PreTrainedModel) -> None:
-    model.set_experts_implementation("eager")
-    with pytest.raises(ZeroDivisionError), use_grouped_experts(model):
-        _ = 1 / (model.config._experts_implementation != "grouped_mm")
-    assert model.config._experts_implementation == "eager"
+def test_experts_are_put_back_after_an_error(zoo_olmoe: PreTrainedModel) -> None:
+    zoo_olmoe.set_experts_implementation("eager")
+    with pytest.raises(ZeroDivisionError), use_grouped_experts(zoo_olmoe):
+        _ = 1 / (zoo_olmoe.config._experts_implementation != "grouped_mm")
+    assert zoo_olmoe.config._experts_implementation == "eager"
 
 
-def test_no_leftovers(tmp_path: Path, model: PreTrainedModel, tokenizer: object) -> None:
-    build_memory(model, tokenizer, TEXTS, folder=tmp_path / "a" / "memory")
+def test_no_leftovers(tmp_path: Path, zoo_olmoe: PreTrainedModel, zoo_tokenizer: object) -> None:
+    build_memory(zoo_olmoe, zoo_tokenizer, TEXTS, folder=tmp_path / "a" / "memory")
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["memory"]
