@@ -19,82 +19,46 @@ _SPECIAL: Final[Mapping[str, int]] = {"pad_token_id": 0, "bos_token_id": 1, "eos
 
 
 class ModelShape(NamedTuple):
-    """An architecture, and the fields of its published config that decide its size."""
+    """An architecture, and what its published config says of its size."""
 
     architecture: str
-    fields: Mapping[str, Any]
+    vocabulary: int
+    hidden_size: int
+    intermediate_size: int
+    depth: int
+    heads: int
+    key_value_heads: int
+    experts_per_token: int
+    others: Mapping[str, Any]  # the fields that only some architectures have
 
-    @property
-    def depth(self) -> int:
-        depth: int = self.fields["num_hidden_layers"]
-        return depth
+    def config_fields(self) -> dict[str, Any]:
+        """Return the fields by their names in transformers."""
+        return {
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.depth,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.key_value_heads,
+            "num_experts_per_tok": self.experts_per_token,
+            **self.others,
+            **_SPECIAL,
+        }
 
-    @property
-    def vocabulary(self) -> int:
-        vocabulary: int = self.fields["vocab_size"]
-        return vocabulary
 
-
-_PUBLISHED: Final = {
-    "small": ModelShape(
-        "Olmoe",
-        {
-            "vocab_size": 4096,
-            "hidden_size": 192,
-            "intermediate_size": 96,
-            "num_hidden_layers": 6,
-            "num_attention_heads": 6,
-            "num_key_value_heads": 6,
-            "num_experts": 16,
-            "num_experts_per_tok": 4,
-        },
-    ),
-    "olmoe-1b-7b": ModelShape(
-        "Olmoe",
-        {
-            "vocab_size": 50304,
-            "hidden_size": 2048,
-            "intermediate_size": 1024,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 16,
-            "num_experts": 64,
-            "num_experts_per_tok": 8,
-        },
-    ),
-    "gpt-oss-20b": ModelShape(
-        "GptOss",
-        {
-            "vocab_size": 201088,
-            "hidden_size": 2880,
-            "intermediate_size": 2880,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "num_local_experts": 32,
-            "num_experts_per_tok": 4,
-            "sliding_window": 128,
-        },
-    ),
-    "qwen3-30b-a3b": ModelShape(
-        "Qwen3Moe",
-        {
-            "vocab_size": 151936,
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "moe_intermediate_size": 768,
-            "num_hidden_layers": 48,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "norm_topk_prob": True,
-        },
-    ),
-}
-SHAPES: Final[Registry[ModelShape]] = Registry("shape", _PUBLISHED)
+_QWEN3: Final = {
+    "num_experts": 128, "moe_intermediate_size": 768, "head_dim": 128, "norm_topk_prob": True,
+}  # fmt: skip
+_GPT_OSS: Final = {"num_local_experts": 32, "head_dim": 64, "sliding_window": 128}
+SHAPES: Final[Registry[ModelShape]] = Registry(
+    "shape",
+    {
+        "small": ModelShape("Olmoe", 4096, 192, 96, 6, 6, 6, 4, {"num_experts": 16}),
+        "olmoe-1b-7b": ModelShape("Olmoe", 50304, 2048, 1024, 16, 16, 16, 8, {"num_experts": 64}),
+        "gpt-oss-20b": ModelShape("GptOss", 201088, 2880, 2880, 24, 64, 8, 4, _GPT_OSS),
+        "qwen3-30b-a3b": ModelShape("Qwen3Moe", 151936, 2048, 6144, 48, 32, 4, 8, _QWEN3),
+    },
+)
 
 
 def random_model(
@@ -111,9 +75,10 @@ def random_model(
     Raises:
         ConfigError: There is no such shape.
     """
-    name, fields = SHAPES.find(shape)
+    found = SHAPES.find(shape)
     depth = {} if layers is None else {"num_hidden_layers": layers}
-    config = getattr(transformers, f"{name}Config")(**{**fields, **_SPECIAL, **depth})
+    name = found.architecture
+    config = getattr(transformers, f"{name}Config")(**(found.config_fields() | depth))
     build: Callable[[Any], nn.Module] = getattr(transformers, f"{name}ForCausalLM")
     before = torch.get_default_dtype()
     torch.manual_seed(0)

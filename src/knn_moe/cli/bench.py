@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
@@ -27,11 +27,21 @@ _MODEL_INDEXES: Final = ("exact", "fast", "ivfpq")
 _LAYER_ONLY: Final = ("width", "grow")  # options without effect if --shape is given
 _MODEL_ONLY: Final = ("layers", "prefill", "no_compile")  # and if it is not
 
+_F = TypeVar("_F", bound=Callable[..., Any])
+
 dtype_option = click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16"]),
     help="Default: bfloat16 on a GPU, float32 on a CPU.",
 )
+
+
+def _count_option(
+    *names: str, least: int = 1, default: Any = None, **options: Any
+) -> Callable[[_F], _F]:
+    """Return an option for a whole number that shows its default, if it has one."""
+    shown: dict[str, Any] = {} if default is None else {"default": default, "show_default": True}
+    return click.option(*names, type=click.IntRange(min=least), **shown, **options)
 
 
 @click.group(name="bench")
@@ -48,40 +58,17 @@ def command() -> None:
 
 @command.command()
 @click.option("--shape", default="small", show_default=True, help="Published shape of the model.")
-@click.option(
-    "--sequences",
-    type=click.IntRange(min=1),
-    default=1000,
-    show_default=True,
-    help="Sequences to build a memory of.",
+@_count_option("--sequences", default=1000, help="Sequences to build a memory of.")
+@_count_option("--length", least=2, default=32, help="Tokens in a sequence.")
+@_count_option(
+    "--plain-sequences", default=20, help="Sequences for the plain implementation, which is slow."
 )
-@click.option(
-    "--length",
-    type=click.IntRange(min=2),
-    default=32,
-    show_default=True,
-    help="Tokens in a sequence.",
-)
-@click.option(
-    "--plain-sequences",
-    type=click.IntRange(min=1),
-    default=20,
-    show_default=True,
-    help="Sequences for the plain implementation, which is slow.",
-)
-@click.option(
-    "--batch-tokens",
-    type=click.IntRange(min=1),
-    default=8192,
-    show_default=True,
-    help="Tokens in a batch.",
-)
-@click.option(
+@_count_option("--batch-tokens", default=8192, help="Tokens in a batch.")
+@_count_option(
     "--grow",
+    least=0,
     default=(2000, 4000, 8000),
-    type=click.IntRange(min=0),
     multiple=True,
-    show_default=True,
     help="Also build end to end with this many sequences; 0: no more. May be repeated.",
 )
 @dtype_option
@@ -164,14 +151,8 @@ def _show_build(bench: BuildBench, results: list[BuildMeasure]) -> None:
 @command.command()
 @click.option("--shape", help="Measure a running model of this shape, such as olmoe-1b-7b.")
 @click.option("--layers", type=int, help="Make only this many layers (with --shape).")
-@click.option(
-    "--keys",
-    type=click.IntRange(min=1),
-    help="Keys in a layer. Default: 100,000, or 200,000 with --shape.",
-)
-@click.option(
-    "-k", type=click.IntRange(min=1), default=1, show_default=True, help="Neighbours to recall."
-)
+@_count_option("--keys", help="Keys in a layer. Default: 100,000, or 200,000 with --shape.")
+@_count_option("-k", default=1, help="Neighbours to recall.")
 @click.option(
     "--index",
     "specs",
@@ -179,33 +160,18 @@ def _show_build(bench: BuildBench, results: list[BuildMeasure]) -> None:
     metavar="SPEC",
     help="An index, such as fast,dims=128,value_bits=4 or ivfpq,rerank. May be repeated.",
 )
-@click.option(
+@_count_option(
     "--batch",
     "batches",
-    type=click.IntRange(min=1),
-    multiple=True,
     default=(1, 64),
-    show_default=True,
+    multiple=True,
     help="Batch size: queries, or sequences with --shape. May be repeated.",
 )
-@click.option(
-    "--prefill",
-    type=click.IntRange(min=1),
-    default=8192,
-    show_default=True,
-    help="Tokens to prefill (with --shape).",
-)
+@_count_option("--prefill", default=8192, help="Tokens to prefill (with --shape).")
 @click.option("--no-compile", is_flag=True, help="Do not measure compiled steps (with --shape).")
-@click.option(
-    "--width",
-    type=click.IntRange(min=1),
-    default=512,
-    show_default=True,
-    help="Width of a key (without --shape).",
-)
-@click.option(
+@_count_option("--width", default=512, help="Width of a key (without --shape).")
+@_count_option(
     "--grow",
-    type=click.IntRange(min=1),
     multiple=True,
     help="Also measure this many keys (without --shape). May be repeated.",
 )
