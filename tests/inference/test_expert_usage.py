@@ -134,7 +134,7 @@ def test_the_load_is_of_the_experts_really_chosen(name: str, prompt: Tensor) -> 
 @pytest.mark.parametrize("name", ["llama4_text", "gemma4_text"])
 def test_routers_that_keep_their_logits_are_refused(name: str) -> None:
     model = family(name)
-    with pytest.raises(UnsupportedModelError, match="does not return the logits"):
+    with pytest.raises(UnsupportedModelError, match="does not return its logits"):
         router_load(model).__enter__()
     assert hooks_of(model) == 0
 
@@ -189,9 +189,9 @@ def test_shares_of_what_cannot_be_asked(
     with attach(zoo_olmoe, zoo_memory) as routing:
         with pytest.raises(ConfigError, match=r"got \[9\]"):
             similarity_share(zoo_olmoe, routing, prompt[0])
-        with pytest.raises(AttachError, match="ran past the memory"):
+        with pytest.raises(AttachError, match="does not call the attached memory"):
             similarity_share(family("olmoe"), routing, prompt)
-    with pytest.raises(AttachError, match="not attached"):
+    with pytest.raises(AttachError, match="is detached"):
         similarity_share(zoo_olmoe, routing, prompt)
 
 

@@ -130,8 +130,8 @@ def with_beams(model: PreTrainedModel, ids: Tensor) -> None:
     [
         (lambda model, ids: None, "read nothing since the memory was attached"),
         (with_embeddings, "inputs_embeds"),
-        (with_beams, "as beam search does"),
-        (two_loops, "a cache whose tokens were not seen"),
+        (with_beams, "as in beam search"),
+        (two_loops, "a cache whose tokens were not recorded"),
     ],
 )
 def test_what_is_not_known_is_told(
@@ -158,7 +158,7 @@ def test_a_cache_from_before(
         cache = zoo_olmoe(prompt, use_cache=True).past_key_values
         with attach(zoo_olmoe, zoo_memory) as routing:
             zoo_olmoe(prompt[:, :2], past_key_values=cache)
-            with pytest.raises(NothingReadError, match="not seen"):
+            with pytest.raises(NothingReadError, match="not recorded"):
                 routing.explain()
 
 
@@ -175,14 +175,14 @@ def test_a_compiled_model(
     with attach(zoo_olmoe, zoo_memory) as routing, torch.no_grad():
         expected = routing.explain(prompt).to_dict()
         compiled(prompt, use_cache=False)
-        with pytest.raises(NothingReadError, match=r"Calls of the model, 1 of them, .* compiled"):
+        with pytest.raises(NothingReadError, match="1 forward passes ran inside a compiled"):
             routing.explain()
         assert routing.explain(prompt).to_dict() == expected
         zoo_olmoe(prompt, use_cache=False)
         assert routing.explain().to_dict() == expected
         compiled(prompt, use_cache=False)
         compiled(prompt, use_cache=False)
-        with pytest.raises(NothingReadError, match="model, 2 of them"):
+        with pytest.raises(NothingReadError, match="2 forward passes"):
             routing.explain()
         assert {layer.calls for layer in routing.stats().values()} == {4}
     assert len(compilations) == 1
@@ -201,7 +201,7 @@ def test_a_prompt_read_eagerly_and_compiled_steps(
         assert read(routing) == prompt.tolist()
         for token in (7, 8):
             compiled(torch.tensor([[token]]), past_key_values=cache)
-        with pytest.raises(NothingReadError, match="model, 2 of them"):
+        with pytest.raises(NothingReadError, match="2 forward passes"):
             routing.explain()
 
 

@@ -268,7 +268,7 @@ def test_logits_that_cannot_be_had_are_refused(
         zoo_olmoe(IDS, use_cache=False, return_dict=False)
     with (
         attach(zoo_olmoe, zoo_memory, with_head(zoo_memory)),
-        pytest.raises(UnsupportedModelError, match="cannot be told"),
+        pytest.raises(UnsupportedModelError, match="cannot be matched"),
     ):
         zoo_olmoe(IDS, use_cache=False, logits_to_keep=torch.tensor([1, 4]).view(1, 2))
 
@@ -284,7 +284,7 @@ def test_a_head_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
 def test_where_nothing_is_trusted_a_head_is_refused(
     zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory
 ) -> None:
-    with pytest.raises(ConfigError, match="trusts none"):
+    with pytest.raises(ConfigError, match="every confidence_factor is 0"):
         attach(zoo_olmoe, zoo_memory, with_head(zoo_memory, confidence_factor=0.0))
     with attach(zoo_olmoe, zoo_memory, with_head(zoo_memory, None, confidence_factor=0.0)):
         assert read(zoo_olmoe).isfinite().all()
@@ -341,7 +341,9 @@ def test_a_head_that_no_logits_came_to_is_told(
     routing = attach(zoo_olmoe, zoo_memory, with_head(zoo_memory))
     with torch.no_grad():
         zoo_olmoe.forward(IDS, use_cache=False)
-    with pytest.raises(RouterNotCalledError, match="never came to the memory's head"):
+    with pytest.raises(
+        RouterNotCalledError, match="without calling the memory's language-model head"
+    ):
         routing.detach()
     assert not zoo_olmoe._forward_hooks
     assert not zoo_olmoe._forward_pre_hooks

@@ -135,9 +135,9 @@ def test_each_is_used_in_its_own_way(
 
 
 def test_what_is_refused(family_model: PreTrainedModel, memories: dict[str, RoutingMemory]) -> None:
-    with pytest.raises(ConfigError, match="no memory"):
+    with pytest.raises(ConfigError, match="at least one memory"):
         attach_all(family_model, {})
-    with pytest.raises(ConfigError, match="no memory of that name"):
+    with pytest.raises(ConfigError, match="Unknown memory in configs"):
         attach_all(family_model, memories, {"art": RoutingConfig()})
     manifest = replace(
         memories["law"].manifest,
@@ -150,14 +150,14 @@ def test_what_is_refused(family_model: PreTrainedModel, memories: dict[str, Rout
     routing = attach_all(family_model, memories)
     with pytest.raises(AttachError, match="attach_all"):
         attach(family_model, memories["law"])
-    with pytest.raises(ConfigError, match="no memory 'art'"), routing.using("art"):
+    with pytest.raises(ConfigError, match="Unknown memory 'art'"), routing.using("art"):
         pass
-    with pytest.raises(ConfigError, match="No row"), routing.using([]):
+    with pytest.raises(ConfigError, match="empty list"), routing.using([]):
         pass
     assert "attached, medicine, law" in repr(routing)
     routing.detach()
     routing.detach()
-    with pytest.raises(AttachError, match="not attached any more"), routing.using("law"):
+    with pytest.raises(AttachError, match="are detached"), routing.using("law"):
         pass
 
 
@@ -177,7 +177,7 @@ def test_rows_that_are_not_the_batch_s(
     family_model: PreTrainedModel, memories: dict[str, RoutingMemory], ids: Tensor
 ) -> None:
     with (
-        pytest.raises(ConfigError, match="each of 2 rows"),
+        pytest.raises(ConfigError, match="chosen for 2 rows"),
         attach_all(family_model, memories) as routing,
         routing.using(["law", None]),
     ):

@@ -1,4 +1,4 @@
-"""Which experts a model chooses, how evenly, and how much of a recall is its nearest case's.
+"""Which experts a model chooses, how evenly, and how much of a recall is due to the nearest case.
 
 Watches the routers' own outputs, with a memory attached or without: what is counted is what was
 used. Knows the attached memory through its handle's observer.
@@ -25,7 +25,7 @@ from knn_moe.routers.model_state import input_device
 
 
 class ExpertCounts:
-    """How often each expert was chosen, by router; and for how many tokens."""
+    """How often each expert was chosen, by layer, and for how many tokens."""
 
     def __init__(self, routers: list[Router]) -> None:
         self.counts = {
@@ -34,20 +34,20 @@ class ExpertCounts:
         self.tokens = dict.fromkeys(self.counts, 0)
 
     def add(self, router: Router, module: nn.Module, args: Any, output: Any) -> None:
-        """A forward hook of the router."""
+        """Count a call: a forward hook of the router."""
         chosen = chosen_experts(router, output, _logits(router, output)).cpu()
         self.counts[router.layer] += torch.bincount(chosen.flatten(), minlength=router.num_experts)
         self.tokens[router.layer] += len(chosen)
 
     def shares(self) -> Tensor:
-        """The share of tokens each expert was chosen for. Shape [layers, experts]."""
+        """Return the share of tokens each expert was chosen for. Shape [layers, experts]."""
         return torch.stack(
             [count / max(self.tokens[layer], 1) for layer, count in self.counts.items()]
         )
 
 
 class RouterLoad:
-    """How evenly tokens are spread over the experts, all layers together; padding does not count.
+    """How evenly tokens are spread over the experts of all layers; padding does not count.
 
     Shapes: choices [N] int64, how often each expert was chosen; probability [N] fp64, the sum of
     the routers' softmax over tokens. A token counts once in every layer.
@@ -66,7 +66,7 @@ class RouterLoad:
 
     @torch.no_grad()
     def add(self, router: Router, module: nn.Module, args: Any, output: Any) -> None:
-        """A forward hook of the router."""
+        """Count a call: a forward hook of the router."""
         logits = _logits(router, output)
         chosen = chosen_experts(router, output, logits)
         probability = torch.softmax(logits, dim=-1, dtype=torch.float32)
@@ -78,29 +78,29 @@ class RouterLoad:
         self.tokens += len(chosen)
 
     def loss(self) -> float:
-        """The load-balancing loss N Σ_e f_e P_e of all tokens so far (appendix, "Load Balancing").
+        """Return the load-balancing loss N Σ_e f_e P_e of all tokens (appendix, "Load Balancing").
 
         f_e is the share of tokens that chose expert e, P_e the mean probability of it: top_k if
         every expert is as likely as the others, more if the likely ones are chosen more often.
         """
         if self.tokens == 0:
-            raise ConfigError("No router has been called yet: run the model inside router_load.")
+            raise ConfigError("No router has been called yet. Run the model inside router_load.")
         chosen, likely = self.choices.double() / self.tokens, self.probability / self.tokens
         return float(len(self.choices) * (chosen @ likely))
 
 
 @dataclass(frozen=True)
 class SimilarityShare:
-    """Mean share of the nearest case in the K cases' similarity: of each layer, and of all."""
+    """The mean share of the nearest case in the K cases' similarity, by layer and over all."""
 
     layers: dict[int, float]
     overall: float
-    tokens: int  # what to weigh it by beside other texts
+    tokens: int  # the weight of this text beside others
 
 
 @contextmanager
 def count_experts(model: nn.Module) -> Iterator[ExpertCounts]:
-    """While inside, count what the routers of `model` choose."""
+    """Count which experts the routers of `model` choose inside."""
     routers = find_routers(model)
     counts = ExpertCounts(routers)
     with _watched(routers, counts.add):
@@ -109,7 +109,7 @@ def count_experts(model: nn.Module) -> Iterator[ExpertCounts]:
 
 @contextmanager
 def router_load(model: nn.Module) -> Iterator[RouterLoad]:
-    """While inside, measure how evenly the routers of `model` spread their tokens.
+    """Measure how evenly the routers of `model` spread their tokens inside.
 
     Padding is known from the attention mask that the model is called with.
     """
@@ -129,7 +129,7 @@ def router_load(model: nn.Module) -> Iterator[RouterLoad]:
 
 @torch.no_grad()
 def similarity_share(model: nn.Module, routing: Routing, ids: Tensor) -> SimilarityShare:
-    """Run `model` once, and say how much of the similarity is the nearest case's: s_1 / Σ_j s_j.
+    """Run `model` once and return the nearest case's share of the similarity, s_1 / Σ_j s_j.
 
     Over the K cases that `routing` recalls for each token; the paper's Top-1 Share is that of
     K = 5 (appendix, "Further Analysis on the Number of Neighbors"). The run counts in
@@ -148,8 +148,8 @@ def similarity_share(model: nn.Module, routing: Routing, ids: Tensor) -> Similar
         model(ids.to(input_device(model)), use_cache=False)
     if not layers or set(routing.stats()) - set(layers):
         raise AttachError(
-            "The model ran past the memory, or there is nothing in it: give similarity_share the "
-            "model that the memory is attached to."
+            "The model does not call the attached memory, or the memory is empty. Give "
+            "similarity_share the model that the memory is attached to."
         )
     return SimilarityShare(layers, sum(layers.values()) / len(layers), ids.numel())
 
@@ -158,7 +158,7 @@ def similarity_share(model: nn.Module, routing: Routing, ids: Tensor) -> Similar
 def _watched(
     routers: list[Router], add: Callable[[Router, nn.Module, Any, Any], None]
 ) -> Iterator[None]:
-    """While inside, hand each router's output to `add`."""
+    """Hand each router's output to `add` inside."""
     handles = [router.module.register_forward_hook(partial(add, router)) for router in routers]
     try:
         yield
@@ -168,7 +168,7 @@ def _watched(
 
 
 def _logits(router: Router, output: Any) -> Tensor:
-    """What a router returned for each expert: its logits, or what orders them alike.
+    """Return a router's output for each expert: its logits, or scores in the same order.
 
     Result [T, N].
     """
@@ -176,14 +176,15 @@ def _logits(router: Router, output: Any) -> Tensor:
         if isinstance(part, Tensor) and part.ndim > 1 and part.shape[-1] == router.num_experts:
             return part.flatten(0, -2)
     raise UnsupportedModelError(
-        f"Router {router.name!r} returned nothing of the width of its {router.num_experts} experts."
+        f"Router {router.name!r} returned no tensor with a column for each of its "
+        f"{router.num_experts} experts."
     )
 
 
 @torch.no_grad()
 def _check_returns_logits(router: Router) -> None:
-    """Tried on logits of our own: some return probabilities or scores, another softmax of which
-    would look like a load too."""
+    """Raise UnsupportedModelError if the router returns probabilities or scores instead of logits:
+    another softmax of those would look like a load, too."""
     inputs = torch.zeros(1, router.hidden_size, device=router.device, dtype=router.weight.dtype)
     # Whole numbers, exact in bf16 up to 256 experts, and no distribution.
     trial = torch.arange(router.num_experts, device=router.device)[None]
@@ -191,6 +192,6 @@ def _check_returns_logits(router: Router) -> None:
         output = router.module.forward(inputs)
     if not torch.equal(_logits(router, output).float(), trial.float()):
         raise UnsupportedModelError(
-            f"Router {router.name!r} does not return the logits it used, and its load cannot be "
-            f"measured from what it returns. count_experts counts its choices."
+            f"Router {router.name!r} does not return its logits, so its load cannot be measured. "
+            f"Use count_experts, which counts its choices."
         )

@@ -1,14 +1,13 @@
-"""A gate on recall: tokens it turns away are left to the router alone, with λ = 0.
+"""A gate on recall: the tokens it excludes are left to the router alone, with λ = 0.
 
-The paper's Selective variant (§6.1) leaves the questions a model finds easy to the model alone, for
-one more pass over each. These gates choose token by token, from what the router has at hand:
+The paper's Selective variant (§6.1) leaves the questions a model finds easy to the model alone, at
+the cost of one more pass over each. These gates choose token by token:
 
-- "entropy": the router is sure. The entropy of its own choice, softmax of its own logits, is among
-  the lowest `gate_share` of those of the memory's own cases in that layer.
-- "confidence": the memory is not. λ is at most `gate_share` itself: a plain threshold, no measured
-  share.
+- "entropy" excludes tokens that the router is sure of: the entropy of its softmax is among the
+  lowest `gate_share` of the memory's own cases in that layer.
+- "confidence" excludes tokens that the memory is not sure of: λ is at most `gate_share`.
 
-Tensors in, tensors out, static shapes, as recall.py.
+Tensors in, tensors out, static shapes, as in recall/.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _SAMPLE: Final = 4096  # cases whose entropy is measured: all, or this many even
 
 
 class Gate(nn.Module):
-    """The gate of one layer. A module only so that its threshold is a buffer, as LayerRecall."""
+    """The gate of one layer. A module only so that its threshold is a buffer, as in LayerRecall."""
 
     threshold: Tensor
 
@@ -39,17 +38,17 @@ class Gate(nn.Module):
         self.register_buffer("threshold", torch.tensor(threshold, device=device), persistent=False)
 
     def forward(self, logits: Tensor, mixed: Tensor, confidence: Tensor) -> tuple[Tensor, Tensor]:
-        """The logits to use and λ, after the gate: what is not turned away is as it was.
+        """Return the logits to use and λ; tokens that are not excluded keep theirs.
 
         Shapes: logits, the router's own, and mixed [T, N]; confidence [T] → [T, N], [T].
         """
         measured = entropy(logits) if self.kind == ENTROPY else confidence
-        alone = measured <= self.threshold
-        return torch.where(alone[:, None], logits, mixed), confidence.masked_fill(alone, 0.0)
+        excluded = measured <= self.threshold
+        return torch.where(excluded[:, None], logits, mixed), confidence.masked_fill(excluded, 0.0)
 
 
-def open_gate(router: Router, layer: Layer, config: RoutingConfig) -> Gate | None:
-    """The gate of a layer, on its router's device; None if the config asks for none."""
+def make_gate(router: Router, layer: Layer, config: RoutingConfig) -> Gate | None:
+    """Make the gate of a layer, on its router's device; None if the config has none."""
     if config.gate is None:
         return None
     threshold = config.gate_share
@@ -59,17 +58,21 @@ def open_gate(router: Router, layer: Layer, config: RoutingConfig) -> Gate | Non
 
 
 def entropy(logits: Tensor) -> Tensor:
-    """Of the softmax, in nats. Shapes: [T, N] → [T] fp32."""
+    """Return the entropy of the softmax in nats. Shapes: [T, N] → [T] fp32."""
     parts: Tensor = torch.special.entr(logits.float().softmax(dim=-1))
     return parts.sum(dim=-1)
 
 
 @torch.no_grad()
 def entropy_threshold(router: Router, layer: Layer, share: float) -> float:
-    """The entropy that `share` of the layer's cases do not exceed: -inf for none, inf for all."""
+    """Return the entropy that `share` of the layer's cases do not exceed, -inf for 0, inf for 1.
+
+    Raises:
+        ConfigError: The layer is compressed and has no keys to measure.
+    """
     if isinstance(layer, CompressedLayer):
         raise ConfigError(
-            "gate='entropy' measures a memory's keys, and a compressed memory has none. Attach the "
+            "gate='entropy' needs the memory's keys, and a compressed memory has none. Attach the "
             "full memory, or use gate='confidence'."
         )
     count = min(_SAMPLE, len(layer))

@@ -1,8 +1,8 @@
 """What the model read last: the token ids of its last sequences, prompt and decoded tokens alike.
 
-A hook on the decoder stack copies the ids of each call and how long the cache was, and nothing
-else: no value is looked at, so nothing waits for the device, until someone asks. Calls that
-are compiled or captured in a CUDA graph are not seen; the stack's own count of calls tells.
+A hook on the decoder stack copies the ids of each call and the length of the cache. No value is
+looked at before `sequences` is called, so that nothing waits for the device. Calls in a compiled
+graph or a CUDA graph are not recorded; the decoder stack's count of calls shows that.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from transformers.cache_utils import CacheLayerMixin
 from knn_moe.errors import NothingReadError
 from knn_moe.inference.hooks import TokenMask
 
-_UNSEEN: Final = "The model went on from a cache whose tokens were not seen"
-_WAY_OUT: Final = "give explain the token ids: routing.explain(input_ids)"
+_UNSEEN: Final = "The model continued from a cache whose tokens were not recorded"
+_WAY_OUT: Final = "Give explain the token ids: routing.explain(input_ids)"
 
 
 @dataclass(frozen=True)
 class Step:
-    """One call. Shapes: ids [B, T]; real [B, T] bool, None: no padding. `length`: of the cache
-    after it, a tensor if it lies on the device."""
+    """One call. Shapes: ids [B, T]; real [B, T] bool, None: no padding. `length` is the
+    cache's after the call, a tensor if it is on the device."""
 
     ids: Tensor
     real: Tensor | None
@@ -47,7 +47,7 @@ class TokenHistory:
         self._begun: Tensor | None = None  # the count of calls when the first step was seen
 
     def install(self) -> list[RemovableHandle]:
-        """To be done before the mask's own hooks, the last of which forgets the mask."""
+        """Install the hook. It must come before the hooks of the mask, which drop the mask."""
         return [self.mask.stack.register_forward_hook(self._after, with_kwargs=True)]
 
     def _after(
@@ -57,11 +57,11 @@ class TokenHistory:
             return
         ids = kwargs.get("input_ids", args[0] if args else None)
         if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.dtype.is_floating_point:
-            self._forget("The model was given embeddings (inputs_embeds) and no token ids")
+            self._forget("The model was given embeddings (inputs_embeds) instead of token ids")
             return
         if ids.is_cuda and torch.cuda.is_current_stream_capturing():
             return
-        cache = _cache_among(args, kwargs, output)
+        cache = _find_cache(args, kwargs, output)
         width = ids.shape[1]
         known = cache is not None and self._cache is not None and self._cache() is cache
         length = width if cache is None else _length(cache, wait=width > 1 or not known)
@@ -84,36 +84,40 @@ class TokenHistory:
         self._steps, self._lost, self._cache = [], why, None
 
     def sequences(self, ends: Collection[int] = ()) -> list[Tensor]:
-        """The ids of each sequence, [n] on the CPU, without padding or what follows an end.
+        """Return the ids of each sequence, [n] on the CPU, without padding.
 
-        `ends`: the tokens that end a sequence, after which a batch feeds it filling.
+        Args:
+            ends: The tokens that end a sequence. What a batch feeds a finished row is left out.
+
+        Raises:
+            NothingReadError: It is not known what the model read.
         """
         if self._lost is not None:
-            raise NothingReadError(f"{self._lost}: {_WAY_OUT}.")
+            raise NothingReadError(f"{self._lost}. {_WAY_OUT}.")
         earlier = 0 if self._begun is None else int(self._begun) - 1
         missed = int(self.mask.counts.sums[0]) - earlier - len(self._steps)
         if missed:
             raise NothingReadError(
-                f"Calls of the model, {missed} of them, ran where nobody could see what they read, "
-                f"as compiled ones do: {_WAY_OUT}."
+                f"{missed} forward passes ran inside a compiled graph and were not recorded. "
+                f"{_WAY_OUT}."
             )
         if not self._steps:
             raise NothingReadError(
-                f"The model has read nothing since the memory was attached: {_WAY_OUT}."
+                f"The model has read nothing since the memory was attached. {_WAY_OUT}."
             )
-        ids, real, prompt = _joined(self._steps)
+        ids, real, prompt = _join_steps(self._steps)
         if len(self._steps) > 1 and len(prompt.unique(dim=0)) < len(prompt):
             raise NothingReadError(
-                "The model read one prompt several times over, as beam search does, which then "
-                f"swaps rows unseen: {_WAY_OUT}."
+                "The batch holds one prompt several times, as in beam search, which swaps rows "
+                f"unseen. {_WAY_OUT}."
             )
-        filled = _filling(ids, prompt.shape[1], ends)
+        filled = _find_filling(ids, prompt.shape[1], ends)
         return [row[kept] for row, kept in zip(ids, real & ~filled, strict=True)]
 
 
-def _joined(steps: list[Step]) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids and real tokens of all steps, and the ids of the first; a cache cut short between two
-    steps takes back what was cut. Shapes: [B, n], [B, n] bool, [B, prompt]."""
+def _join_steps(steps: list[Step]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ids and real tokens of all steps, and the ids of the first. A cache that was cut
+    between two steps takes back what was cut. Shapes: [B, n], [B, n] bool, [B, prompt]."""
     ids = real = prompt = torch.empty(0, 0)
     for step in steps:
         new = step.ids.cpu()
@@ -121,15 +125,15 @@ def _joined(steps: list[Step]) -> tuple[Tensor, Tensor, Tensor]:
         if known == 0:
             ids, real, prompt = new[:, :0], new[:, :0].bool(), new
         if not 0 <= known <= ids.shape[1] or len(new) != len(ids):
-            raise NothingReadError(f"{_UNSEEN}: {_WAY_OUT}.")
+            raise NothingReadError(f"{_UNSEEN}. {_WAY_OUT}.")
         kept = torch.ones_like(new, dtype=torch.bool) if step.real is None else step.real.cpu()
         ids = torch.cat([ids[:, :known], new], dim=1)
         real = torch.cat([real[:, :known], kept], dim=1)
     return ids, real, prompt
 
 
-def _filling(ids: Tensor, prompt: int, ends: Collection[int]) -> Tensor:
-    """What a finished row is fed while others go on: one token, over and over, after its end.
+def _find_filling(ids: Tensor, prompt: int, ends: Collection[int]) -> Tensor:
+    """Find what a finished row is fed while others continue: one token repeated after its end.
 
     Shapes: ids [B, n] → [B, n] bool.
     """
@@ -142,8 +146,8 @@ def _filling(ids: Tensor, prompt: int, ends: Collection[int]) -> Tensor:
     return filled
 
 
-def _cache_among(args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Cache | None:
-    """The cache the model was given, or else the one it made and returned."""
+def _find_cache(args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Cache | None:
+    """Return the cache the model was given, or else the one it made and returned."""
     returned = output.values() if isinstance(output, Mapping) else ()
     returned = output if isinstance(output, tuple) else returned
     for value in (*args, *kwargs.values(), *returned):
@@ -153,8 +157,10 @@ def _cache_among(args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) 
 
 
 def _length(cache: Cache, *, wait: bool) -> int | Tensor | None:
-    """Of the cache, after a call. Static caches count on the device: `wait` for that, or have it
-    later. None: it does not know."""
+    """Return the length of the cache after a call; None if it does not know.
+
+    Static caches count on the device: `wait` for that, or return a tensor.
+    """
     try:
         length: int | Tensor = cache.get_seq_length()
         if isinstance(length, int) and length == 0:
