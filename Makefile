@@ -8,7 +8,7 @@ DOCS   := $(VENV)/.docs
 PYTEST := -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest pytest lint types format bench publish docs docs-cli clean
+.PHONY: help demo test test-fast test-models test-oldest pytest lint types format bench publish docs docs-cli clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -27,6 +27,14 @@ test: lint types pytest  ## lint, types and tests
 
 pytest: $(STAMP)
 	$(BIN)/python $(PYTEST)
+
+test-fast: $(STAMP)  ## the tests that take less than about 1.5 seconds each
+	$(BIN)/python $(PYTEST) -m 'not slow'
+
+# What a CPU's rounding could change. ATEN_CPU_CAPABILITY=default|avx2|avx512 emulates other CPUs.
+MODEL_TESTS := tests/routers tests/inference tests/recall tests/explain tests/adapt tests/build tests/test_proof.py tests/test_embedded_models.py tests/memory
+test-models: $(STAMP)  ## the tests that run models
+	$(BIN)/python $(PYTEST) $(MODEL_TESTS)
 
 lint: $(STAMP)  ## ruff: lint and format
 	$(BIN)/ruff check .

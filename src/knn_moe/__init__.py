@@ -8,47 +8,32 @@ Names are imported when they are first used: `knn-moe --help` need not wait for 
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from knn_moe.adapt.calibrate.build_calibrated import build_calibrated
-    from knn_moe.adapt.calibrate.calibrate import calibrate
-    from knn_moe.adapt.compress import compress
-    from knn_moe.adapt.controls import control
-    from knn_moe.adapt.prune.prune import prune
-    from knn_moe.build.build import build_memory
-    from knn_moe.config import BuildConfig, HeadConfig, IndexConfig, RoutingConfig
-    from knn_moe.inference.attach import attach
-    from knn_moe.inference.several import attach_all
-    from knn_moe.labels.config import LabelConfig
-    from knn_moe.labels.label import label
-    from knn_moe.memory.memory import RoutingMemory
-    from knn_moe.reference.examples import Example, load_examples
-    from knn_moe.routers.find import find_routers
+    from knn_moe.adapt.calibrate.build_calibrated import build_calibrated as build_calibrated
+    from knn_moe.adapt.calibrate.calibrate import calibrate as calibrate
+    from knn_moe.adapt.compress import compress as compress
+    from knn_moe.adapt.controls import control as control
+    from knn_moe.adapt.prune.prune import prune as prune
+    from knn_moe.build.build import build_memory as build_memory
+    from knn_moe.config import BuildConfig as BuildConfig
+    from knn_moe.config import HeadConfig as HeadConfig
+    from knn_moe.config import IndexConfig as IndexConfig
+    from knn_moe.config import RoutingConfig as RoutingConfig
+    from knn_moe.inference.attach import attach as attach
+    from knn_moe.inference.several import attach_all as attach_all
+    from knn_moe.labels.config import LabelConfig as LabelConfig
+    from knn_moe.labels.label import label as label
+    from knn_moe.memory.memory import RoutingMemory as RoutingMemory
+    from knn_moe.reference.examples import Example as Example
+    from knn_moe.reference.examples import load_examples as load_examples
+    from knn_moe.routers.find import find_routers as find_routers
 
-__all__ = [
-    "BuildConfig",
-    "Example",
-    "HeadConfig",
-    "IndexConfig",
-    "LabelConfig",
-    "RoutingConfig",
-    "RoutingMemory",
-    "attach",
-    "attach_all",
-    "build_calibrated",
-    "build_memory",
-    "calibrate",
-    "compress",
-    "control",
-    "find_routers",
-    "label",
-    "load_examples",
-    "prune",
-]
 __version__ = "0.1.0"
 
-_HOMES = {
+# Every public name and the module it lives in.
+_HOMES: Final = {
     "BuildConfig": "config",
     "Example": "reference.examples",
     "HeadConfig": "config",
@@ -68,6 +53,7 @@ _HOMES = {
     "load_examples": "reference.examples",
     "prune": "adapt.prune.prune",
 }
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
