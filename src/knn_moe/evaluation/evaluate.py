@@ -123,8 +123,6 @@ def evaluate(
 
     Args:
         model: The model; it is left as it was.
-        tokenizer: Its tokenizer.
-        data: The task.
         method: The way to answer.
         config: How the questions are asked. None: the defaults.
         folder: Where the run is stored, batch by batch.

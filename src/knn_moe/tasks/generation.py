@@ -27,7 +27,6 @@ def generate_tokens(
     """Return the tokens that `model` generates after each prompt, without the prompt.
 
     Args:
-        model: A causal language model.
         tokenizer: For its padding token. Prompts are padded on the left, under a mask.
         prompts: Token ids, of any lengths.
         max_new_tokens: The most tokens to generate.

@@ -40,7 +40,6 @@ def token_losses(model: nn.Module, windows: Tensor, batch_size: int) -> TokenLos
     """Score every token of the windows but the first.
 
     Args:
-        model: A causal language model.
         windows: Token ids without padding, of at least 2 tokens each.
         batch_size: Windows for each forward pass.
 
@@ -74,7 +73,6 @@ def choice_scores(
     A context is read once if the model's cache can be repeated for its choices.
 
     Args:
-        model: A causal language model.
         contexts: Token ids.
         choices: Token ids after each context, padded on the right.
         scored: Which tokens of the choices count.
@@ -150,7 +148,6 @@ def mean_losses(
     """Return the mean loss of the tokens of each text, in one batch padded on the right.
 
     Args:
-        model: A causal language model.
         texts: Token ids, of any lengths.
         begin: The first token of each text that counts. None: the second token.
 

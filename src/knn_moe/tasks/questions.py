@@ -7,7 +7,6 @@ the rows, the tokenizer and the batch size only.
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from knn_moe.errors import TaskDataError
-from knn_moe.tasks.data import TaskData, row_ids
+from knn_moe.tasks.data import TaskData, draw, row_ids
 from knn_moe.tasks.sample import short_hash
 from knn_moe.tasks.task import Options, Row
 
@@ -41,10 +40,7 @@ class Question:
 
 def draw_rows(data: TaskData, limit: int | None, seed: int) -> list[tuple[str, Row]]:
     """Return test rows with their ids, in their order; with a limit, that many drawn at random."""
-    named = list(zip(row_ids(data.test), data.test, strict=True))
-    if limit is None or limit >= len(named):
-        return named
-    return [named[place] for place in sorted(random.Random(seed).sample(range(len(named)), limit))]
+    return draw(list(zip(row_ids(data.test), data.test, strict=True)), limit, seed)
 
 
 def make_prompts(tokenizer: Any, data: TaskData, rows: Sequence[tuple[str, Row]]) -> list[Question]:
@@ -125,8 +121,8 @@ def make_windows(
             f"The texts have {len(ids)} tokens, fewer than a window of {length}. Use more text, or "
             f"a smaller length."
         )
-    places = random.Random(seed).sample(range(count), min(count, limit or count))
-    cut = ((place, ids[place * length : (place + 1) * length]) for place in sorted(places))
+    places = draw(range(count), limit, seed)
+    cut = ((place, ids[place * length : (place + 1) * length]) for place in places)
     return [Question(f"window-{place}", {}, " ".join(map(str, part)), part) for place, part in cut]
 
 
@@ -136,7 +132,6 @@ def batch_by_length(
     """Return batches of at most `size` indices of questions, sorted by length.
 
     Args:
-        questions: The questions to batch.
         size: The most questions in a batch.
         one_length: Whether all questions of a batch must have the same length.
     """

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from typing import Any
 
 from knn_moe.errors import TaskDataError
 from knn_moe.reference.examples import Example
-from knn_moe.tasks.data import TaskData
+from knn_moe.tasks.data import TaskData, draw
 from knn_moe.tasks.task import GENERATION, LIKELIHOOD, Row
 
 
@@ -16,23 +15,18 @@ def reference_rows(data: TaskData, limit: int | None = None, seed: int = 0) -> l
     """Return the reference rows, in their order.
 
     Args:
-        data: The task.
         limit: Draw that many rows at random; None: all.
         seed: For the draw.
 
     Raises:
         TaskDataError: The task has no reference set.
     """
-    rows = list(data.reference)
-    if not rows:
+    if not data.reference:
         raise TaskDataError(
             f"{data.task.name} has no reference set in {data.source!r}. Use an existing memory: "
             f"--memory FOLDER."
         )
-    if limit is not None and limit < len(rows):
-        drawn = sorted(random.Random(seed).sample(range(len(rows)), limit))
-        rows = [rows[place] for place in drawn]
-    return rows
+    return draw(data.reference, limit, seed)
 
 
 def reference_examples(
@@ -42,7 +36,6 @@ def reference_examples(
 
     Args:
         tokenizer: If it has a chat template, generation prompts become chat messages.
-        data: The task.
         scoring: "generation", "likelihood" or "text": the form of the prompts.
         rows: The rows to convert. None: all reference rows.
     """
