@@ -168,15 +168,16 @@ def _print(result: DemoResult, out: Path) -> None:
 
 def _row(run: Run, line: Line) -> tuple[str, ...]:
     from knn_moe.demo.demo import perplexity
+    from knn_moe.report.runs import mean_routing
 
-    routing = run.facts.get("routing", {})
+    routing = mean_routing(run)
     return (
         line.method,
         f"{perplexity(line):.2f}",
         f"{line.nll:.3f}{_change(line.nll_change, '.3f', 1)}",
         f"{line.score.mean:.1%}{_change(line.change, '.1f', 100)}",
-        _mean(routing.get("mean_confidence", {}), ".2f"),
-        _mean(routing.get("rerouted", {}), ".0%"),
+        f"{routing['mean_confidence']:.2f}" if "mean_confidence" in routing else "-",
+        f"{routing['rerouted']:.0%}" if "rerouted" in routing else "-",
     )
 
 
@@ -185,11 +186,6 @@ def _change(change: Comparison | None, form: str, scale: float) -> str:
         return ""
     star = "*" if change.significant else " "
     return f" ({change.difference * scale:+{form}}){star}"
-
-
-def _mean(layers: dict[str, float | None], form: str) -> str:
-    known = [value for value in layers.values() if value is not None]
-    return format(sum(known) / len(known), form) if known else "-"
 
 
 def _show_passage(passage: Passage) -> Text:

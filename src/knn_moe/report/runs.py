@@ -55,7 +55,7 @@ def render_runs(
     context = {
         "introduction": introduction or _introduce(runs, against),
         "tasks": [(task, [line for line in lines if line.task == task]) for task in tasks],
-        "routing": {(run.task, run.method): _means(run) for run in runs},
+        "routing": {(run.task, run.method): mean_routing(run) for run in runs},
         "runs": runs,
         "against": against,
         "methods": methods,
@@ -81,8 +81,8 @@ def _introduce(runs: Sequence[Run], against: str) -> Introduction:
     return Introduction(f"{models} on {tasks}", (f"{compared[0].upper()}{compared[1:]}.",))
 
 
-def _means(run: Run) -> dict[str, float]:
-    """Return the means over layers of what a memory did to the routing, where that is known."""
+def mean_routing(run: Run) -> dict[str, float]:
+    """Return "mean_confidence" (λ) and "rerouted", averaged over layers, where they are known."""
     return {
         name: sum(known) / len(known)
         for name, layers in run.facts.get("routing", {}).items()
