@@ -21,6 +21,9 @@ from knn_moe.equations.mixing import propose_logits
 from knn_moe.recall.layer import LayerRecall
 from knn_moe.recall.neighbours import Widths
 from knn_moe.routers.intercept import RouterHook
+from knn_moe.routers.model_state import install_hooks
+
+pytestmark = pytest.mark.slow
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 SHAPE = {
@@ -144,7 +147,7 @@ def test_every_intermediate(
     sequence = choose_sequence(trained, memory, k, seed=8)
     _, steps = run_reference(trained, sequence, slow, k)
     seen: dict[int, tuple[torch.Tensor, ...]] = {}
-    handles = []
+    hooks = []
     for router in find_routers(trained):
         layer = memory.layers[router.layer]
         recall = LayerRecall(
@@ -163,11 +166,9 @@ def test_every_intermediate(
             seen[index] = logits, proposal, mixed, confidence
             return mixed
 
-        handles += RouterHook(router, mix).install()
-    with torch.no_grad():
+        hooks.append(RouterHook(router, mix))
+    with install_hooks(hooks), torch.no_grad():
         trained(torch.tensor([sequence]), use_cache=False)
-    for handle in handles:
-        handle.remove()
     for index, step in steps.items():
         logits, proposal, mixed, confidence = seen[index]
         torch.testing.assert_close(logits.double(), step.logits, **TOLERANCE)

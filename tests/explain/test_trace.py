@@ -185,6 +185,7 @@ def test_a_failed_run_leaves_no_observer(
         assert set(trace(zoo_olmoe, routing, prompt)) == {0, 1}
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_traced_and_not_compiled_again(
     zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, prompt: Tensor, compiled_state: None
 ) -> None:

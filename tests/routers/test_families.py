@@ -1,4 +1,4 @@
-"""Every family of the zoo: found, captured, optimised, left as it was."""
+"""Routers of every family are found, intercepted and optimised, and left unchanged."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from knn_moe.build.optimise import RoutingLogits, optimise_routing, summed_loss
 from knn_moe.errors import UnsupportedModelError
 from knn_moe.reference.windows import Batch
 from knn_moe.routers.intercept import ReplaceLogits, RouterHook
-from knn_moe.routers.model_state import freeze
+from knn_moe.routers.model_state import freeze, install_hooks
 
 # Their blocks do not call experts(hidden_states, indices, weights) on what the router returns.
 NO_TRUE_GRADIENT = {"phimoe"}
 NO_DENSE_GRADIENT = {"llama4_text", "dbrx", "jetmoe"}
 
-every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+every_family = pytest.mark.parametrize("entry", FAMILIES, ids=lambda entry: entry.name)
 
 
 def random_batch(rows: int = 2, length: int = 9) -> Batch:
@@ -35,16 +35,16 @@ def hook_count(model: torch.nn.Module) -> int:
 
 
 @every_family
-def test_routers_are_found_by_layer(family: Family) -> None:
-    routers = find_routers(family.build())
-    assert tuple(router.layer for router in routers) == family.moe_layers
-    assert {router.num_experts for router in routers} == {family.num_experts}
-    assert {router.top_k for router in routers} == {family.top_k}
+def test_routers_are_found_by_layer(entry: Family) -> None:
+    routers = find_routers(entry.build())
+    assert tuple(router.layer for router in routers) == entry.moe_layers
+    assert {router.num_experts for router in routers} == {entry.num_experts}
+    assert {router.top_k for router in routers} == {entry.top_k}
 
 
 @every_family
-def test_nothing_to_mix_changes_no_bit(family: Family, zoo_tokenizer: object) -> None:
-    model = family.build()
+def test_nothing_to_mix_changes_no_bit(entry: Family, zoo_tokenizer: object) -> None:
+    model = entry.build()
     batch = random_batch()
     base = model(batch.ids, use_cache=False).logits
     seen: dict[int, torch.Tensor] = {}
@@ -57,15 +57,15 @@ def test_nothing_to_mix_changes_no_bit(family: Family, zoo_tokenizer: object) ->
 
         RouterHook(router, look).install()
     assert torch.equal(model(batch.ids, use_cache=False).logits, base)
-    assert set(seen) == set(family.moe_layers)
+    assert set(seen) == set(entry.moe_layers)
     assert all(x.shape == (18, find_routers(model)[0].hidden_size) for x in seen.values())
 
 
 @every_family
 def test_zero_confidence_is_the_base_model_bit_for_bit(
-    family: Family, zoo_tokenizer: object
+    entry: Family, zoo_tokenizer: object
 ) -> None:
-    model = family.build()
+    model = entry.build()
     memory = build_memory(model, zoo_tokenizer, make_texts(4), BuildConfig(learning_rate=1.0))
     ids = encode(zoo_tokenizer, make_texts(1, seed=9)[0])
     base = model(ids, use_cache=False).logits
@@ -86,8 +86,8 @@ def test_zero_confidence_is_the_base_model_bit_for_bit(
 
 
 @every_family
-def test_one_backward_reaches_every_layer(family: Family) -> None:
-    model = family.build()
+def test_one_backward_reaches_every_layer(entry: Family) -> None:
+    model = entry.build()
     batch = random_batch()
     routers = find_routers(model)
     layers = [RoutingLogits(router) for router in routers]
@@ -102,10 +102,10 @@ def test_one_backward_reaches_every_layer(family: Family) -> None:
 
 
 @every_family
-def test_optimised_logits_lower_the_loss(family: Family) -> None:
-    if family.name in NO_TRUE_GRADIENT:
+def test_optimised_logits_lower_the_loss(entry: Family) -> None:
+    if entry.name in NO_TRUE_GRADIENT:
         pytest.skip("SparseMixer's backward is an estimator, not the gradient of its forward")
-    model = family.build()
+    model = entry.build()
     batch = random_batch()
     config = BuildConfig(steps=3, learning_rate=1e-3)
     routers = find_routers(model)
@@ -119,14 +119,14 @@ def test_optimised_logits_lower_the_loss(family: Family) -> None:
 
 
 @every_family
-def test_dense_gradients_reach_experts_that_were_not_chosen(family: Family) -> None:
-    model = family.build()
+def test_dense_gradients_reach_experts_that_were_not_chosen(entry: Family) -> None:
+    model = entry.build()
     batch = random_batch()
     routers = find_routers(model)
     start = BuildConfig(steps=0)
     dense = BuildConfig(steps=1, learning_rate=1.0, gradient="dense")
     # A router that is a bare linear map (Jamba up to transformers 5.17) chooses in its block, too.
-    if family.name in NO_DENSE_GRADIENT or type(routers[0].module) is torch.nn.Linear:
+    if entry.name in NO_DENSE_GRADIENT or type(routers[0].module) is torch.nn.Linear:
         with freeze(model), pytest.raises(UnsupportedModelError, match="gradient='sparse'"):
             optimise_routing(model, routers, batch, dense)
         return
@@ -136,14 +136,14 @@ def test_dense_gradients_reach_experts_that_were_not_chosen(family: Family) -> N
         better = optimise_routing(model, routers, batch, dense)
     for router in routers:
         moved = (better[router.layer].logits - own[router.layer].logits).abs() > 0
-        assert moved.sum() > family.top_k * len(moved)
+        assert moved.sum() > entry.top_k * len(moved)
         # The forward pass stays the sparse model's own.
         assert torch.equal(own[router.layer].inputs, better[router.layer].inputs)
     assert torch.equal(model(batch.ids, use_cache=False).logits, base)
 
 
 def test_gating_is_the_routers_own_forward() -> None:
-    model = next(entry for entry in FAMILIES if entry.name == "deepseek_v3").build()
+    model = family("deepseek_v3")
     router = find_routers(model)[0]
     x = torch.randn(6, router.hidden_size)
     logits = torch.randn(6, router.num_experts)
@@ -155,7 +155,7 @@ def test_gating_is_the_routers_own_forward() -> None:
 
 
 class Listener(TorchFunctionMode):
-    """Takes down every function it sees."""
+    """Record every function that is called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,27 +171,22 @@ def test_other_modes_hear_all_of_a_router_and_a_hook_no_more_than_it_must() -> N
     x = torch.randn(6, router.hidden_size)
     with Listener() as alone:
         expected = router.module(x)
-    hook = RouterHook(router, lambda inputs, own: own)
-    handles = hook.install()
-    with Listener() as around:
-        router.module(x)
-    assert set(alone.heard) <= set(around.heard)
-    assert all(torch.equal(*pair) for pair in zip(router.module(x), expected, strict=True))
-    with Listener() as after:  # the hook's own mode is off, and others are on again
-        torch.topk(x, 2)
+    with install_hooks([RouterHook(router, lambda inputs, own: own)]):
+        with Listener() as around:
+            router.module(x)
+        assert set(alone.heard) <= set(around.heard)
+        assert all(torch.equal(*pair) for pair in zip(router.module(x), expected, strict=True))
+        with Listener() as after:  # the hook's own mode is off, and others are on again
+            torch.topk(x, 2)
     assert after.heard
-    for handle in handles:
-        handle.remove()
 
 
 def test_a_router_that_fails_leaves_no_mode_behind() -> None:
     router = find_routers(family("olmoe"))[0]
-    handles = RouterHook(router, lambda inputs, own: own).install()
     router.module.top_k = 10**6  # more experts than there are: fails after the linear map
-    with pytest.raises(RuntimeError, match="k"):
-        router.module(torch.randn(6, router.hidden_size))
-    with Listener() as after:
-        torch.topk(torch.randn(4), 2)
+    with install_hooks([RouterHook(router, lambda inputs, own: own)]):
+        with pytest.raises(RuntimeError, match="k"):
+            router.module(torch.randn(6, router.hidden_size))
+        with Listener() as after:
+            torch.topk(torch.randn(4), 2)
     assert after.heard
-    for handle in handles:
-        handle.remove()

@@ -1,4 +1,4 @@
-"""Finding routers: by declaration, by name, by adapter; and saying so when there are none."""
+"""Routers are found by declaration, by name or by an adapter; a model without any is refused."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Strange(nn.Module):
         self.layers = nn.ModuleList(nn.ModuleDict({"chooser": Switch()}) for _ in range(2))
 
 
-def test_no_router_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_without_routers_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match=r"Strange has no router.*knn_moe\.routers"):
         find_routers(Strange())
 
