@@ -85,15 +85,15 @@ def test_only_what_the_model_answers_correctly_is_kept(
 
 
 def neighbours_by_hand(
-    likeness: Tensor, config: C3poConfig, bandwidth: float | None = None
+    cosines: Tensor, config: C3poConfig, bandwidth: float | None = None
 ) -> list[tuple[int, float]]:
     """Return (place, K/ΣK), nearest first, without those above the limit of similarity."""
-    fit = [(1 - cosine, place) for place, cosine in enumerate(likeness.tolist())]
+    fit = [(1 - cosine, place) for place, cosine in enumerate(cosines.tolist())]
     fit = sorted(pair for pair in fit if 1 - pair[0] <= config.too_similar)[: config.neighbours]
     squared = torch.tensor([2 * gap for gap, _ in fit])
     width = squared.mean() if bandwidth is None else torch.tensor(bandwidth**2)
-    kernel = torch.exp(-squared / (2 * width))
-    weights = (kernel / kernel.sum()).tolist()
+    shares = torch.exp(-squared / (2 * width))
+    weights = (shares / shares.sum()).tolist()
     return [(place, weight) for (_, place), weight in zip(fit, weights, strict=True)]
 
 
@@ -115,9 +115,9 @@ def test_neighbours_are_the_nearest_that_are_not_too_similar(
     Watched(reference, config).choose_pathways(layers, asked)
     ((pathways, pairs),) = seen
     assert pathways.free.all()  # 16 experts, fewer than 20
-    for row, likeness in enumerate(cosines):
+    for row, own in enumerate(cosines):
         mine = pairs.owners == row
-        expected = neighbours_by_hand(likeness, config, bandwidth)
+        expected = neighbours_by_hand(own, config, bandwidth)
         found = list(zip(pairs.places[mine].tolist(), pairs.weights[mine].tolist(), strict=True))
         assert [place for place, _ in found] == [place for place, _ in expected]
         assert [weight for _, weight in found] == pytest.approx(
@@ -204,8 +204,8 @@ def test_modes_are_found_by_mean_shift(
         for _ in range(4):
             squared = (reference.routing - routing).square().sum(dim=(1, 2))
             near, places = squared.sort()
-            kernel = torch.exp(-near[:3] / (2 * near[:3].mean()))[:, None, None]
-            mean = (kernel * reference.routing[places[:3]]).sum(dim=0) / kernel.sum()
+            shares = torch.exp(-near[:3] / (2 * near[:3].mean()))[:, None, None]
+            mean = (shares * reference.routing[places[:3]]).sum(dim=0) / shares.sum()
             routing = 0.5 * routing + 0.5 * mean
         torch.testing.assert_close(found[row], routing, atol=1e-4, rtol=0)
 
@@ -223,11 +223,11 @@ def test_only_core_experts_move_and_none_without_neighbours(
     none = replace(STRONG, too_similar=-1.0, alphas=(0.3,))
     assert torch.equal(variant(reference, none).choose_pathways(layers, asked), own)
     # Some have neighbours, one has none.
-    likeness = reference.embed([question.row["question"] for question in asked]) @ reference.keys.T
-    lowest = likeness.amin(dim=1).sort().values
+    cosines = reference.embed([question.row["question"] for question in asked]) @ reference.keys.T
+    lowest = cosines.amin(dim=1).sort().values
     some = replace(few, too_similar=lowest[-2:].mean().item())
     found = variant(reference, some).choose_pathways(layers, asked)
-    alone = int(likeness.amin(dim=1).argmax())
+    alone = int(cosines.amin(dim=1).argmax())
     assert torch.equal(found[alone], own[alone])
     assert all(not torch.equal(found[row], own[row]) for row in range(len(asked)) if row != alone)
 
