@@ -168,7 +168,7 @@ def test_kernels_do_not_count_what_is_turned_away(
 ) -> None:
     """Those of `fast`, by triton's interpreter where there is no GPU."""
     pytest.importorskip("triton")
-    monkeypatch.setattr("knn_moe.recall.recall.kernels_usable", lambda device, k: True)
+    monkeypatch.setattr("knn_moe.recall.layer.kernels_usable", lambda device, k: True)
     monkeypatch.setattr(launch, "_PROGRAMS", 2)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     config = RoutingConfig(k=2, index="fast", layers=(0,), gate="entropy", gate_share=1.0)
