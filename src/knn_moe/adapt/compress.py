@@ -17,7 +17,7 @@ from knn_moe.config import IndexConfig, RoutingConfig
 from knn_moe.equations.similarity import SIMILARITIES
 from knn_moe.errors import ConfigError, MemoryFormatError
 from knn_moe.index import ExactIndex, KeyIndex
-from knn_moe.index.exact import squared_distance
+from knn_moe.index.exact import spread_evenly, squared_distance
 from knn_moe.memory.compressed import CompressedLayer, IndexQuality
 from knn_moe.memory.layers import LayerMemory
 from knn_moe.memory.memory import RoutingMemory
@@ -114,8 +114,7 @@ def measure_index(
     if len(keys) < 2:
         return IndexQuality(recall=1.0, confidence_error=0.0)
     similarity = SIMILARITIES[routing.similarity]
-    count = min(_SAMPLE, len(keys))
-    sample = torch.arange(count) * len(keys) // count
+    sample = spread_evenly(_SAMPLE, len(keys))
     k = min(routing.k, len(keys) - 1)
     prepared = similarity.prepare(keys)
     queries = prepared[sample].to(device)

@@ -145,5 +145,6 @@ def row_blocks(rows: int, device: torch.device, at_least: int = 1) -> Iterator[t
 
 
 def spread_evenly(count: int, total: int, device: torch.device | None = None) -> Tensor:
-    """Return `count` of `total` rows, evenly spaced. Shape [count] int64."""
+    """Return `count` of `total` rows, evenly spaced, or all if there are fewer. Shape [n] int64."""
+    count = min(count, total)
     return torch.arange(count, device=device) * total // count

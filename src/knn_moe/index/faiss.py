@@ -151,7 +151,7 @@ class FaissIndex:
     def _fit(self, keys: Tensor) -> Tensor:
         """Fit the correction to a sample of the keys and their neighbours. Result [4]."""
         scale, residuals = self._parts["scale"], self._parts["residuals"]
-        sample = spread_evenly(min(len(keys), _FIT), len(keys), keys.device)
+        sample = spread_evenly(_FIT, len(keys), keys.device)
         queries = keys[sample]
         found, rows, dropped = self._find(queries.to(scale.device), min(_FIT_NEAREST, len(keys)))
         exact = distances_to_rows(queries, keys, rows.to(keys.device), scale.to(keys.device))
@@ -222,13 +222,12 @@ def _project(x: Tensor, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
 def _train(keys: Tensor, parts: dict[str, Tensor], config: IndexConfig) -> Any:
     """Return an empty IVFPQ trained on a sample of the keys; add its projection to `parts`."""
     faiss = _faiss(config.kind)
-    size = min(len(keys), _SAMPLE)
-    sample = keys[spread_evenly(size, len(keys), keys.device)]
+    sample = keys[spread_evenly(_SAMPLE, len(keys), keys.device)]
     dims, codes, lists = ivfpq_layout(len(keys), keys.shape[1], config)
     parts["projection"] = _principal_axes(sample, parts, dims, codes)
     points = torch.cat([_project(part, parts)[0] for part in _scale_blocks(sample, parts)])
-    if size < _CODES:  # FAISS wants as many; repeated, each point gets its own code
-        points = points.repeat(math.ceil(_CODES / size), 1)[:_CODES]
+    if len(sample) < _CODES:  # FAISS wants as many; repeated, each point gets its own code
+        points = points.repeat(math.ceil(_CODES / len(sample)), 1)[:_CODES]
     # index_factory would add polysemous training, ten times as long and of no use here.
     index = faiss.IndexIVFPQ(faiss.IndexFlatL2(dims), dims, lists, codes, 8)
     index.use_precomputed_table = -1  # as in `load`

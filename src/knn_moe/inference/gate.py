@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from knn_moe.config import ENTROPY, RoutingConfig
 from knn_moe.errors import ConfigError
+from knn_moe.index.exact import spread_evenly
 from knn_moe.memory.compressed import CompressedLayer
 from knn_moe.memory.memory import Layer
 from knn_moe.routers.find import Router
@@ -79,6 +80,6 @@ def entropy_threshold(router: Router, layer: Layer, share: float) -> float:
     below = round(share * count)
     if share == 1 or below == 0:
         return float("inf") if share == 1 else float("-inf")
-    keys = layer.keys[torch.arange(count) * len(layer) // count]
+    keys = layer.keys[spread_evenly(count, len(layer))]
     measured = entropy(compute_own_logits(router, keys.to(router.device)))
     return float(measured.sort().values[below - 1])

@@ -16,6 +16,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from knn_moe.index.exact import spread_evenly
 from knn_moe.index.leave_one_out import search_leaving_out
 from knn_moe.reference.provenance import Provenance
 
@@ -52,8 +53,7 @@ def estimate_gamma(
     """
     if len(keys) < 2:
         return 1.0
-    count = min(_SAMPLE, len(keys))
-    rows = torch.arange(count) * len(keys) // count
+    rows = spread_evenly(_SAMPLE, len(keys))
     one_example = bool((example == example[0]).all())
     owner = torch.arange(len(keys)) if one_example else example
     labels = [(label[rows], label) for label in (owner, case)]

@@ -44,7 +44,7 @@ class Grid(NamedTuple):
     @staticmethod
     def fit(keys: Tensor, dims: int, bits: int) -> Grid:
         """Fit a grid of `dims` dimensions to the keys' own spread. Shapes: keys [M, d]."""
-        sample = keys[spread_evenly(min(_SAMPLE, len(keys)), len(keys), keys.device)].float()
+        sample = keys[spread_evenly(_SAMPLE, len(keys), keys.device)].float()
         # An outlier would shift the centre, and take up a direction, for all other keys.
         away = (sample - sample.mean(dim=0)).square().sum(dim=-1)
         sample = sample[away <= _FAR_OUT * away.quantile(0.9)]

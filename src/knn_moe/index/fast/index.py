@@ -137,7 +137,7 @@ class FastIndex(nn.Module):
 
     def _fit(self, keys: Tensor) -> Correction:
         """Fit the correction to a sample of the keys and the neighbours found for them."""
-        sample = spread_evenly(min(_FIT, len(keys)), len(keys), keys.device)
+        sample = spread_evenly(_FIT, len(keys), keys.device)
         found, dropped = self._scan(keys[sample], min(_FIT_NEAREST, len(keys)))
         estimate, places = _unpack_found(found)
         rows = self.rows[places].long()

@@ -60,7 +60,7 @@ def nearest_centre(points: Tensor, centres: Tensor) -> Tensor:
 
 def _k_means(points: Tensor, cells: int) -> Tensor:
     """Run Lloyd's algorithm on an even sample; an empty cell keeps its centre."""
-    sample = points[spread_evenly(min(cells * _SAMPLE, len(points)), len(points), points.device)]
+    sample = points[spread_evenly(cells * _SAMPLE, len(points), points.device)]
     centres = sample[spread_evenly(cells, len(sample), points.device)].clone()
     for _ in range(_ROUNDS):
         cell = nearest_centre(sample, centres)
