@@ -347,20 +347,3 @@ def test_a_head_that_no_logits_came_to_is_told(
         routing.detach()
     assert not zoo_olmoe._forward_hooks
     assert not zoo_olmoe._forward_pre_hooks
-
-
-def test_of_several_domains_each_is_as_near_as_its_own_says(
-    zoo_olmoe: PreTrainedModel, zoo_tokenizer: PreTrainedTokenizerFast, zoo_memory: RoutingMemory
-) -> None:
-    """Beside a domain far away a memory's head is what it was alone."""
-    other = build_memory(zoo_olmoe, zoo_tokenizer, make_texts(12, seed=5), BUILD)
-    layers = {
-        index: replace(layer, keys=layer.keys + 30, gamma=7 * layer.gamma)
-        for index, layer in other.full_layers().items()
-    }
-    both = zoo_memory.merge(replace(other, layers=layers, folder=None), by_domain=True)
-    assert both.layers[0].gamma != zoo_memory.layers[0].gamma
-    with attach(zoo_olmoe, zoo_memory, with_head(zoo_memory)):
-        expected = read(zoo_olmoe)
-    with attach(zoo_olmoe, both, with_head(both)):
-        torch.testing.assert_close(read(zoo_olmoe), expected)
