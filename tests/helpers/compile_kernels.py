@@ -20,15 +20,9 @@ from knn_moe.index.fast.tensors import KernelConfig, kernel_constants, prepare_t
 from knn_moe.index.fast.values import PackedValues
 
 TYPES = {
-    torch.float32: "*fp32",
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.int64: "*i64",
-    torch.int32: "*i32",
-    torch.int8: "*i8",
-    torch.uint8: "*u8",
-    torch.bool: "*i1",
-}
+    torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int64: "*i64",
+    torch.int32: "*i32", torch.int8: "*i8", torch.uint8: "*u8", torch.bool: "*i1",
+}  # fmt: skip
 
 
 class Target(NamedTuple):

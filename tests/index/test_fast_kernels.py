@@ -53,6 +53,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return name
 
 
+@pytest.mark.slow
 @every_case
 def test_recall_and_search(path: str, case: LayerCase, monkeypatch: pytest.MonkeyPatch) -> None:
     use_path(path, monkeypatch)
