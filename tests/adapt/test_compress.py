@@ -39,6 +39,7 @@ from knn_moe.index import ExactIndex
 from knn_moe.memory.compressed import CompressedLayer, IndexQuality
 from knn_moe.memory.layers import LayerMemory
 from knn_moe.recall.neighbours import Widths
+from knn_moe.support.progress import Progress
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +145,7 @@ def edit(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
         (
             "memory_config.json",
             edit(lambda config: config.update(format_version=99)),
-            "format 99.*upgrade",
+            "format 99.*Upgrade",
         ),
     ],
 )
@@ -165,7 +166,7 @@ def test_one_that_is_not_whole_is_refused(
         (RoutingConfig(similarity="rbf-unit"), "compressed for 'rbf' similarity.*'rbf-unit'"),
         (RoutingConfig(index="exact"), "compressed as 'fast'.*'exact'"),
         (RoutingConfig(index="ivfpq"), "compressed as 'fast'.*'ivfpq'"),
-        (RoutingConfig(index=IndexConfig(kind="fast", rerank=True)), "to rank again"),
+        (RoutingConfig(index=IndexConfig(kind="fast", rerank=True)), "with rerank"),
     ],
 )
 def test_what_it_was_not_made_for_is_refused(
@@ -192,7 +193,7 @@ def test_what_needs_keys_is_refused(
         lambda: compress(small, FAST, tmp_path / "again"),
     ]
     for work in wanted:
-        with pytest.raises(MemoryFormatError, match="use the memory that it was compressed from"):
+        with pytest.raises(MemoryFormatError, match="Use the memory that it was compressed from"):
             work()
     assert list(tmp_path.iterdir()) == []
 
@@ -203,7 +204,7 @@ def test_what_cannot_be_compressed(uneven_memory: RoutingMemory, tmp_path: Path)
     with pytest.raises(ConfigError, match="Unknown index 'hnsw'"):
         compress(uneven_memory, "hnsw", tmp_path / "made")
     layer, widths = uneven_memory.full_layers()[0], Widths(1.0, 1.0)
-    with pytest.raises(ConfigError, match="as some index"):
+    with pytest.raises(ConfigError, match="needs an index"):
         compress_layer(layer, 1.0, widths, RoutingConfig(), CPU)
     with pytest.raises(MemoryFormatError, match="no keys to compress"):
         compress(of_rows(uneven_memory, torch.arange(0)), FAST, tmp_path / "made")
@@ -244,7 +245,7 @@ def test_a_failure_midway_leaves_nothing_behind(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    done: list[int] = []
+    done: list[Progress] = []
 
     def fail_second(*arguments: Any) -> CompressedLayer:
         if done:
@@ -253,15 +254,15 @@ def test_a_failure_midway_leaves_nothing_behind(
 
     monkeypatch.setattr(module, "compress_layer", fail_second)
     with pytest.raises(error):
-        compress(uneven_memory, FAST, tmp_path / "made", on_layer=done.append)
-    assert done == [0]
+        compress(uneven_memory, FAST, tmp_path / "made", on_progress=done.append)
+    assert done == [Progress("compressing", 1, 2)]
     assert list(tmp_path.iterdir()) == []
     monkeypatch.undo()
     uneven_memory.save_pretrained(tmp_path / "made")
     monkeypatch.setattr(module, "compress_layer", fail_second)
     done.clear()
     with pytest.raises(error):
-        compress(uneven_memory, FAST, tmp_path / "made", overwrite=True, on_layer=done.append)
+        compress(uneven_memory, FAST, tmp_path / "made", overwrite=True, on_progress=done.append)
     assert not RoutingMemory.from_pretrained(tmp_path / "made").compressed
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
 

@@ -153,8 +153,8 @@ def set_field(name: str, value: object) -> Callable[[Path], None]:
         ("tokens.safetensors", flip, "edited"),
         ("memory_config.json", truncate, "damaged"),
         ("memory_config.json", set_field("keys", 3), "edited"),
-        ("memory_config.json", set_field("format_version", 99), "format 99.*upgrade"),
-        ("memory_config.json", Path.unlink, "is no memory"),
+        ("memory_config.json", set_field("format_version", 99), "format 99.*Upgrade"),
+        ("memory_config.json", Path.unlink, "is not a memory"),
     ],
 )
 def test_a_memory_that_is_not_whole_is_refused(
@@ -163,7 +163,7 @@ def test_a_memory_that_is_not_whole_is_refused(
     change(folder / name)
     with pytest.raises(MemoryFormatError, match=reason) as error:
         RoutingMemory.from_pretrained(folder)
-    assert name in str(error.value) or "is no memory" in str(error.value)
+    assert name in str(error.value) or "is not a memory" in str(error.value)
 
 
 def test_a_hub_id_opens_the_hubs_copy(
