@@ -50,7 +50,7 @@ def layers(tiny_olmoe: Any) -> LastLayers:
 
 
 @pytest.fixture(scope="module")
-def asked(c3po_context: TaskContext) -> list[Question]:
+def questions(c3po_context: TaskContext) -> list[Question]:
     return prepare_questions(c3po_context.tokenizer, c3po_context.data, LIKELY).questions[:5]
 
 
@@ -99,7 +99,10 @@ def neighbours_by_hand(
 
 @pytest.mark.parametrize("bandwidth", [None, 0.3])
 def test_neighbours_are_the_nearest_that_are_not_too_similar(
-    bandwidth: float | None, reference: SolvedReference, layers: LastLayers, asked: list[Question]
+    bandwidth: float | None,
+    reference: SolvedReference,
+    layers: LastLayers,
+    questions: list[Question],
 ) -> None:
     seen = []
 
@@ -108,11 +111,11 @@ def test_neighbours_are_the_nearest_that_are_not_too_similar(
             seen.append((pathways, self.find_neighbours(pathways)))
             return pathways.own
 
-    keys = reference.embed([question.row["question"] for question in asked])
+    keys = reference.embed([question.row["question"] for question in questions])
     cosines = keys @ reference.keys.T
     limit = cosines.median().item()  # that some are dropped
     config = replace(CONFIG, too_similar=limit, bandwidth=bandwidth)
-    Watched(reference, config).choose_pathways(layers, asked)
+    Watched(reference, config).choose_pathways(layers, questions)
     ((pathways, pairs),) = seen
     assert pathways.free.all()  # 16 experts, fewer than 20
     for row, own in enumerate(cosines):
@@ -149,14 +152,14 @@ def test_descent_is_that_of_a_loop_without_cache(
     tiny_olmoe: PreTrainedModel,
     reference: SolvedReference,
     layers: LastLayers,
-    asked: list[Question],
+    questions: list[Question],
 ) -> None:
     config = replace(STRONG, steps=3, final_learning_rate=0.5)
     assert [config.rate(step) for step in range(3)] == pytest.approx([2.0, 1.25, 0.5])
-    found = C3po(reference, config).choose_pathways(layers, asked[:2])
-    own = layers.read([question.ids for question in asked[:2]]).own_routing
+    found = C3po(reference, config).choose_pathways(layers, questions[:2])
+    own = layers.read([question.ids for question in questions[:2]]).own_routing
     for row in range(2):
-        near = near_of(reference, asked[row])
+        near = near_of(reference, questions[row])
         assert len(near) == 3
         routing = own[row]
         for rate in (2.0, 1.25, 0.5):
@@ -176,13 +179,13 @@ def test_regression_takes_the_alpha_of_least_loss(
     tiny_olmoe: PreTrainedModel,
     reference: SolvedReference,
     layers: LastLayers,
-    asked: list[Question],
+    questions: list[Question],
 ) -> None:
-    asked = asked[:2]
-    found = KernelRegression(reference, CONFIG).choose_pathways(layers, asked)
-    own = layers.read([question.ids for question in asked]).own_routing
+    questions = questions[:2]
+    found = KernelRegression(reference, CONFIG).choose_pathways(layers, questions)
+    own = layers.read([question.ids for question in questions]).own_routing
     chosen = set()
-    for row, question in enumerate(asked):
+    for row, question in enumerate(questions):
         near = near_of(reference, question)
         mean = sum(weight * reference.routing[place] for place, weight in near)
         tried = [part / 10 * own[row] + (1 - part / 10) * mean for part in range(11)]
@@ -195,11 +198,11 @@ def test_regression_takes_the_alpha_of_least_loss(
 
 
 def test_modes_are_found_by_mean_shift(
-    reference: SolvedReference, layers: LastLayers, asked: list[Question]
+    reference: SolvedReference, layers: LastLayers, questions: list[Question]
 ) -> None:
-    found = ModeFinding(reference, replace(CONFIG, steps=4)).choose_pathways(layers, asked)
-    own = layers.read([question.ids for question in asked]).own_routing
-    for row in range(len(asked)):
+    found = ModeFinding(reference, replace(CONFIG, steps=4)).choose_pathways(layers, questions)
+    own = layers.read([question.ids for question in questions]).own_routing
+    for row in range(len(questions)):
         routing = own[row]
         for _ in range(4):
             squared = (reference.routing - routing).square().sum(dim=(1, 2))
@@ -212,24 +215,28 @@ def test_modes_are_found_by_mean_shift(
 
 @pytest.mark.parametrize("variant", VARIANTS.values())
 def test_only_core_experts_move_and_none_without_neighbours(
-    variant: type[C3po], reference: SolvedReference, layers: LastLayers, asked: list[Question]
+    variant: type[C3po], reference: SolvedReference, layers: LastLayers, questions: list[Question]
 ) -> None:
-    own = layers.read([question.ids for question in asked]).own_routing
+    own = layers.read([question.ids for question in questions]).own_routing
     few = replace(STRONG, core_experts=4, alphas=(0.0,))
-    moved = variant(reference, few).choose_pathways(layers, asked) != own
+    moved = variant(reference, few).choose_pathways(layers, questions) != own
     core = torch.zeros_like(moved).scatter(-1, own.topk(4).indices, True)
     assert not moved[~core].any()
     assert moved[core].float().mean() > 0.9
     none = replace(STRONG, too_similar=-1.0, alphas=(0.3,))
-    assert torch.equal(variant(reference, none).choose_pathways(layers, asked), own)
+    assert torch.equal(variant(reference, none).choose_pathways(layers, questions), own)
     # Some have neighbours, one has none.
-    cosines = reference.embed([question.row["question"] for question in asked]) @ reference.keys.T
+    cosines = (
+        reference.embed([question.row["question"] for question in questions]) @ reference.keys.T
+    )
     lowest = cosines.amin(dim=1).sort().values
     some = replace(few, too_similar=lowest[-2:].mean().item())
-    found = variant(reference, some).choose_pathways(layers, asked)
+    found = variant(reference, some).choose_pathways(layers, questions)
     alone = int(cosines.amin(dim=1).argmax())
     assert torch.equal(found[alone], own[alone])
-    assert all(not torch.equal(found[row], own[row]) for row in range(len(asked)) if row != alone)
+    assert all(
+        not torch.equal(found[row], own[row]) for row in range(len(questions)) if row != alone
+    )
 
 
 @pytest.mark.slow
@@ -296,9 +303,9 @@ def test_generated_answers_follow_the_pathways(
     assert all(ours.nll == pytest.approx(theirs.nll, abs=1e-5) for ours, theirs in pairs)
     if chat:
         assert all(ours.output != theirs.output for ours, theirs in pairs)
-    asked = prepare_questions(speaker, data, config).questions
-    found = method.choose_pathways(find_last_layers(tiny_olmoe, 5), asked)
-    for question, routing in zip(asked, found, strict=True):
+    questions = prepare_questions(speaker, data, config).questions
+    found = method.choose_pathways(find_last_layers(tiny_olmoe, 5), questions)
+    for question, routing in zip(questions, found, strict=True):
         more: list[int] = []
         while len(more) < 4 and (not more or more[-1] != speaker.eos_token_id):
             with torch.no_grad():

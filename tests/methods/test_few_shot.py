@@ -30,8 +30,8 @@ def rows() -> list[Row]:
     made = []
     for number, (topic, land) in enumerate((topic, land) for topic in TOPICS for land in LANDS):
         choices = [f"thing {number + place}" for place in range(2 + number % 3)]
-        asked = f"What is the {topic} {land}?"
-        made.append({"question": asked, "choices": choices, "answer": number % len(choices)})
+        question = f"What is the {topic} {land}?"
+        made.append({"question": question, "choices": choices, "answer": number % len(choices)})
     return made
 
 
@@ -64,9 +64,9 @@ def test_the_papers_prompt_with_the_most_similar_questions(
     tiny_olmoe: Any, tiny_tokenizer: Any
 ) -> None:
     data = lands()
-    asked = prepare_questions(tiny_tokenizer, data, EvalConfig(scoring="generation")).questions
-    made = few_shot(tiny_olmoe, tiny_tokenizer, data, "generation").reword(asked)
-    for before, after in zip(asked, made, strict=True):
+    questions = prepare_questions(tiny_tokenizer, data, EvalConfig(scoring="generation")).questions
+    made = few_shot(tiny_olmoe, tiny_tokenizer, data, "generation").reword(questions)
+    for before, after in zip(questions, made, strict=True):
         shots = nearest(data, before.row)
         assert before.row["question"].replace("Peru", "") in [
             shot["question"].replace(land, "") for shot in shots for land in LANDS
@@ -89,9 +89,9 @@ def test_prompts_by_likelihood_show_right_choices(
     bare: bool, tiny_olmoe: Any, tiny_tokenizer: Any
 ) -> None:
     data = lands(Choice(bare=bare))
-    asked = prepare_questions(tiny_tokenizer, data, LIKELY).questions
-    made = few_shot(tiny_olmoe, tiny_tokenizer, data, "likelihood").reword(asked)
-    for before, after in zip(asked, made, strict=True):
+    questions = prepare_questions(tiny_tokenizer, data, LIKELY).questions
+    made = few_shot(tiny_olmoe, tiny_tokenizer, data, "likelihood").reword(questions)
+    for before, after in zip(questions, made, strict=True):
         blocks = []
         for row in (*nearest(data, before.row), before.row):
             context = row["question"] if bare else f"Question: {row['question']}\nAnswer:"
@@ -120,8 +120,8 @@ def test_other_kinds_show_solved_prompts(
         for row in rows()[:8]
     ]
     data = quiz(kind, made[:1], made[1:])
-    asked = prepare_questions(tiny_tokenizer, data, EvalConfig(scoring="generation")).questions
-    (after,) = few_shot(tiny_olmoe, tiny_tokenizer, data, "generation").reword(asked)
+    questions = prepare_questions(tiny_tokenizer, data, EvalConfig(scoring="generation")).questions
+    (after,) = few_shot(tiny_olmoe, tiny_tokenizer, data, "generation").reword(questions)
     shots = nearest(data, made[0])
     blocks = [f"{kind.prompt(row)}\n{kind.completion(row)}" for row in shots]
     assert tiny_tokenizer.decode(after.ids) == "\n\n".join([*blocks, kind.prompt(made[0])])
@@ -162,18 +162,19 @@ def test_long_prompts_lose_their_least_similar_shots(
     full = {"question": "word " * (room + written - spare), "choices": ["a", "b"], "answer": 0}
     reference = [{**row, "question": row["question"] + " very" * 250} for row in rows()[2:8]]
     data = quiz(kind, [rows()[0], full], reference)
-    asked = prepare_questions(tiny_tokenizer, data, EvalConfig(scoring=scoring)).questions
+    questions = prepare_questions(tiny_tokenizer, data, EvalConfig(scoring=scoring)).questions
     method = few_shot(tiny_olmoe, tiny_tokenizer, data, scoring)
-    made = method.reword(asked)
+    made = method.reword(questions)
     assert method.facts()["shortened"] == 2
-    assert made[1] == asked[1]
-    shots = nearest(data, asked[0].row)
+    assert made[1] == questions[1]
+    shots = nearest(data, questions[0].row)
     shown = [tiny_tokenizer.decode(made[0].ids).count(row["question"]) for row in shots]
     kept = sum(shown)
     assert 0 < kept < 5
     assert shown == [0] * (5 - kept) + [1] * kept
     fits = [
-        _length(method._add_shots(asked[0], shots[-count:])) <= room for count in (kept, kept + 1)
+        _length(method._add_shots(questions[0], shots[-count:])) <= room
+        for count in (kept, kept + 1)
     ]
     assert fits == [True, False]
 
@@ -184,9 +185,9 @@ def _length(question: Question) -> int:
 
 def test_fewer_reference_questions_than_shots(tiny_olmoe: Any, tiny_tokenizer: Any) -> None:
     data = quiz(Choice(), rows()[:1], rows()[1:3])
-    asked = prepare_questions(tiny_tokenizer, data, LIKELY).questions
+    questions = prepare_questions(tiny_tokenizer, data, LIKELY).questions
     method = few_shot(tiny_olmoe, tiny_tokenizer, data, "likelihood")
-    (made,) = method.reword(asked)
+    (made,) = method.reword(questions)
     assert tiny_tokenizer.decode(made.ids).count("Question:") == 3
     assert method.facts()["shortened"] == 0
 
@@ -198,8 +199,8 @@ def test_through_the_chat_template(tiny_olmoe: Any, tiny_tokenizer: Any) -> None
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     data = lands()
-    asked = prepare_questions(chatty, data, EvalConfig(scoring="generation")).questions
-    text = chatty.decode(few_shot(tiny_olmoe, chatty, data, "generation").reword(asked)[0].ids)
+    questions = prepare_questions(chatty, data, EvalConfig(scoring="generation")).questions
+    text = chatty.decode(few_shot(tiny_olmoe, chatty, data, "generation").reword(questions)[0].ids)
     assert text.startswith("<user>Here are some example expert")
     assert text.endswith("</user><assistant>")
     assert text.count("The correct answer is (") == 5
