@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,11 @@ if not torch.cuda.is_available():
     # Triton decides when a kernel is defined whether its interpreter runs it: set this before
     # transformers imports it.
     os.environ["TRITON_INTERPRET"] = "1"
+
+if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
+    # torch's cache of compiled graphs mixes up CPUs that are emulated: each has its own.
+    folder = Path(tempfile.gettempdir(), f"torchinductor-{capability}")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
