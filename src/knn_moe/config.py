@@ -16,8 +16,6 @@ from knn_moe.support.registry import unknown_name
 SIMILARITIES: Final = ("rbf", "rbf-unit", "cosine")
 GRADIENTS: Final = ("sparse", "dense")
 TOKENS: Final = ("all", "completion")
-ENTROPY, CONFIDENCE = "entropy", "confidence"
-GATES: Final = (ENTROPY, CONFIDENCE)
 INDEXES: Final = ("exact", "faiss-flat", "ivfpq", "fast")
 
 PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -159,10 +157,6 @@ class RoutingConfig:
     stats: bool = True  # count tokens whose experts changed, for `stats()`
     # A config, or a kind of index by name. None: exact, or the index of a compressed memory.
     index: IndexConfig | None = None
-    # Leave tokens to the router alone: those it is sure of ("entropy"), or those unlike what is
-    # remembered ("confidence"). None: leave no token.
-    gate: str | None = None
-    gate_share: float = 1 / 3  # entropy: the share of cases below the threshold; confidence: λ
     head: HeadConfig | None = None  # also mix in next tokens. None: route only
 
     def __post_init__(self) -> None:
@@ -176,10 +170,6 @@ class RoutingConfig:
         _check_width("gamma", self.gamma)
         _check_widths(self)
         object.__setattr__(self, "per_layer", _read_layers(self.per_layer))
-        if self.gate is not None:
-            _check_name("gate", self.gate, GATES)
-        if not 0 <= self.gate_share <= 1:
-            raise ConfigError(f"gate_share must be from 0 to 1, got {self.gate_share}.")
         if self.layers is not None:
             layers = tuple(dict.fromkeys(self.layers)) if isinstance(self.layers, Iterable) else ()
             if not layers or not all(isinstance(layer, int) for layer in layers):

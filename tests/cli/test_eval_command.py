@@ -67,17 +67,17 @@ def test_another_method_uses_the_memory_that_is_there(
     runs: Path, quiz_file: Path, tmp_path: Path
 ) -> None:
     runs = shutil.copytree(runs, tmp_path / "runs")
-    gated = evaluation(quiz_file, runs, "-m", "knn-gated")
+    selective = evaluation(quiz_file, runs, "-m", "knn-selective")
     before = sorted(path.stat().st_mtime_ns for path in (runs / "quiz").glob("memory-*"))
-    assert run_cli(*gated).exit_code == 0
+    assert run_cli(*selective).exit_code == 0
     assert sorted(path.stat().st_mtime_ns for path in (runs / "quiz").glob("memory-*")) == before
     # A finished run is neither prepared nor evaluated again.
-    run = runs / "quiz" / "knn-gated" / "run.json"
+    run = runs / "quiz" / "knn-selective" / "run.json"
     written = run.stat().st_mtime_ns
-    again = run_cli(*gated, "--resume", "--json")
+    again = run_cli(*selective, "--resume", "--json")
     assert again.exit_code == 0, again.output
     assert run.stat().st_mtime_ns == written
-    assert_refused(run_cli(*gated, "--resume", "--preset", "strong"), "--overwrite")
+    assert_refused(run_cli(*selective, "--resume", "--preset", "strong"), "--overwrite")
 
 
 @pytest.mark.slow

@@ -115,17 +115,6 @@ def test_a_distance_of_one_is_usual(similarity: str, many: RoutingMemory, prompt
     assert first.distance == pytest.approx(explanation.tokens[0].cases[0].distance, rel=1e-3)
 
 
-def test_a_closed_gate(
-    zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, prompt: Tensor
-) -> None:
-    config = RoutingConfig(k=K, gate="confidence", gate_share=1.0)
-    with attach(zoo_olmoe, zoo_memory, config) as routing:
-        explanation = routing.explain(prompt)
-    for token in explanation.tokens:
-        assert (token.confidence, token.changed) == (0, 0)
-        assert all(case.row is not None for case in token.cases)
-
-
 def test_layers_without_trust_are_left_out(
     zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, prompt: Tensor
 ) -> None:

@@ -17,7 +17,7 @@ from knn_moe.errors import MemoryMismatchError
 from knn_moe.evaluation.compare import match_samples
 from knn_moe.evaluation.evaluate import EvalConfig, evaluate
 from knn_moe.evaluation.store import Run
-from knn_moe.methods import KnnMoe, TaskContext, ZeroShot, prepare
+from knn_moe.methods import KnnMoe, TaskContext, prepare
 from knn_moe.methods.selective import SelectiveKnnMoe, lowest_third
 from knn_moe.routers.intercept import find_hook
 from knn_moe.support.statistics import by_tercile
@@ -132,15 +132,3 @@ def test_a_memory_of_another_model_is_refused_before_anything_is_written(
     with pytest.raises(MemoryMismatchError, match="This memory was built for"):
         run(contexts["likelihood"], SelectiveKnnMoe(KnnMoe(memory)), tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-def test_gated_is_recall_with_a_gate(contexts: dict[str, TaskContext], tmp_path: Path) -> None:
-    context = contexts["likelihood"]
-    method = prepare("knn-gated", context).method
-    assert isinstance(method, KnnMoe)
-    assert method.facts()["routing"]["gate"] == "entropy"
-    others = [ZeroShot(), prepare("knn", context).method, method]
-    runs = [run(context, each, tmp_path / each.name) for each in others]
-    assert runs[2].method == "knn-gated"
-    alone, recalled, gated = map(by_id, runs)
-    assert all(gated[name] not in (alone[name], recalled[name]) for name in gated)

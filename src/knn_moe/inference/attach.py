@@ -20,7 +20,6 @@ from knn_moe.config import RoutingConfig
 from knn_moe.errors import AttachError, ConfigError, MemoryMismatchError, RouterNotCalledError
 from knn_moe.explain.explain import Describer, explain_sequences, split_sequences, tokenize
 from knn_moe.explain.explanation import Explanation
-from knn_moe.inference.gate import make_gate
 from knn_moe.inference.history import TokenHistory
 from knn_moe.inference.hooks import LayerStats, RecallHook, RowSelection, TokenMask
 from knn_moe.inference.language_head import Head, install_heads, make_head
@@ -94,8 +93,7 @@ def make_recall_hook(
     """Make the hook that recalls one layer's memory, on its router's device."""
     device, layer = router.device, memory.layers[router.layer]
     gamma = layer_gamma(memory, router.layer, config, device)
-    gate = make_gate(router, layer, config)
-    kernels_count = config.stats and device.type == "cuda" and gate is None
+    kernels_count = config.stats and device.type == "cuda"
     top = router.top_k if kernels_count and chooses_top_logits(router) else 0
     try:
         recall = LayerRecall(
@@ -112,9 +110,7 @@ def make_recall_hook(
             f'model. Compress it (knn-moe compress), use RoutingConfig(index="fast"), or attach '
             f"fewer layers with RoutingConfig(layers=…)."
         ) from None
-    return RecallHook(
-        router, recall, mask, count_changes=config.stats, gate=gate, selection=selection
-    )
+    return RecallHook(router, recall, mask, count_changes=config.stats, selection=selection)
 
 
 class Handle:

@@ -16,7 +16,6 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from knn_moe.errors import ConfigError
-from knn_moe.inference.gate import Gate
 from knn_moe.recall.layer import UNITS, LayerRecall, RouterCall
 from knn_moe.routers.find import Router
 from knn_moe.routers.intercept import ReplaceLogits, RouterHook, chosen_experts
@@ -106,15 +105,12 @@ class RecallHook(RouterHook):
         mask: TokenMask,
         *,
         count_changes: bool,
-        gate: Gate | None = None,
         selection: RowSelection | None = None,
     ) -> None:
         super().__init__(router, self.mix)
         self.recall = recall
-        self.gate = gate
         self.selection = selection or RowSelection()
-        # Kernels would count tokens that the gate then leaves to the router.
-        self.kernels_count = recall.counts and gate is None
+        self.kernels_count = recall.counts
         self.mask = mask
         self.count_changes = count_changes
         self.counts = Counts(recall.gamma.device)
@@ -134,8 +130,6 @@ class RecallHook(RouterHook):
             real = selected if real is None else selected & real
         counts = self.counts.sums if self.kernels_count else None
         mixed, confidence = self.recall.forward(inputs, logits, counts, real)
-        if self.gate is not None:
-            mixed, confidence = self.gate.forward(logits, mixed, confidence)
         if selected is not None:
             mixed = torch.where(selected[:, None], mixed, logits)
             confidence = confidence.masked_fill(~selected, 0.0)

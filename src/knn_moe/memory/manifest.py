@@ -68,7 +68,8 @@ def rename_routing(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a RoutingConfig, of this version or an earlier one, as they are now."""
     routing = _rename(fields)
     routing["per_layer"] = [_rename(one) for one in routing.get("per_layer", ())]
-    routing.pop("drawn", None)
+    for name in ("drawn", "gate", "gate_share"):  # which this version does not have
+        routing.pop(name, None)
     return routing
 
 

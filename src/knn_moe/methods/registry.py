@@ -62,7 +62,6 @@ METHODS: Final = Registry(
             "kNN-MoE (IVFPQ)", "knn_moe:prepare_ivfpq", MEMORY, package="faiss"
         ),
         "knn-selective": MethodSpec("kNN-MoE (Selective)", "selective:prepare_selective", MEMORY),
-        "knn-gated": MethodSpec("kNN-MoE (gated by entropy)", "selective:prepare_gated", MEMORY),
         "c3po": MethodSpec("C3PO (NGD)", "c3po:prepare_ngd", texts=False, package=_EMBEDDING),
         "c3po-kernel": MethodSpec(
             "C3PO (kernel regression)",
@@ -80,9 +79,6 @@ METHODS: Final = Registry(
         ),
         "knn-calibrated+head": MethodSpec(
             "kNN-MoE (calibrated) with its head", "calibrated:prepare_head"
-        ),
-        "router-bias": MethodSpec(
-            "Router bias on the fly", "router_bias:prepare_router_bias", NOTHING
         ),
     },
 )

@@ -1,6 +1,6 @@
-"""Recall only where it is likely to help: the paper's Selective variant (§6.1), and a cheap gate.
+"""Recall only where it is likely to help: the paper's Selective variant (§6.1).
 
-This module knows which questions a model finds easy; inference/gate.py gates single tokens.
+This module knows which questions a model finds easy.
 """
 
 from __future__ import annotations
@@ -8,12 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from knn_moe.config import ENTROPY
 from knn_moe.inference.attach import check_belongs
 from knn_moe.methods.knn_moe import KnnMoe, prepare_knn
 from knn_moe.methods.method import Method
@@ -84,10 +83,3 @@ def lowest_third(samples: Sequence[Sample]) -> set[str]:
 def prepare_selective(context: TaskContext) -> SelectiveKnnMoe:
     """Prepare kNN-MoE, to be used on the harder questions only."""
     return SelectiveKnnMoe(prepare_knn(context))
-
-
-def prepare_gated(context: TaskContext) -> KnnMoe:
-    """Prepare kNN-MoE gated per token by the router's entropy, which needs no further pass."""
-    knn = prepare_knn(context)
-    routing = knn.config or knn.memory.routing
-    return replace(knn, config=replace(routing, gate=ENTROPY), name="knn-gated")

@@ -34,11 +34,9 @@ MAIN: Final = (
     KNN,
     "knn-ivfpq",
     "knn-selective",
-    "knn-gated",
     "c3po",
     "knn-lm",
     "knn+knn-lm",
-    "router-bias",
 )
 C3PO: Final = (BASE, "c3po", "c3po-kernel", "c3po-mode", "knn-paper", KNN)
 LOAD: Final = (BASE, "sft", "sft-router", "knn-paper", KNN)
@@ -213,8 +211,8 @@ def by_benchmark(
 
 
 def selective(study: Study) -> Table:
-    """Make Table 3: kNN-MoE for all questions, without the easiest third, and with a gate."""
-    return _by_method(study, "selective", "Selective", (BASE, KNN, "knn-selective", "knn-gated"))
+    """Make Table 3: kNN-MoE for all questions, and without the easiest third."""
+    return _by_method(study, "selective", "Selective", (BASE, KNN, "knn-selective"))
 
 
 def c3po(study: Study) -> Table:

@@ -55,8 +55,8 @@ def _compute_part(router: Router, keys: Tensor) -> Tensor:
     if mode.logits is None:
         raise UnsupportedModelError(
             f"Router {router.name!r} computes its logits without torch.nn.functional.linear, so "
-            f"its own logits for stored keys cannot be computed. Leave out gate='entropy', choose "
-            f"a control other than 'own-logits', or calibrate with --keep-values."
+            f"its own logits for stored keys cannot be computed. Choose another control "
+            f"than 'own-logits', or calibrate with --keep-values."
         )
     return mode.logits
 

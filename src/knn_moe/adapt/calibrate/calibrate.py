@@ -48,8 +48,8 @@ def calibrate(
 ) -> Calibration:
     """Find how `memory` is best used on `model`, and how much it gains. Neither is changed.
 
-    Of the memory's routing, layers and index are kept; the similarity becomes RBF, and a gate is
-    left out. Fitted and judged by exact search.
+    Of the memory's routing, layers and index are kept; the similarity becomes RBF. Searches are
+    exact.
 
     Args:
         model: The model that the memory was built for.

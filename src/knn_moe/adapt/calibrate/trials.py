@@ -118,12 +118,12 @@ class Calibrator:
     def try_unchanged(self) -> Trial | None:
         """Try the memory as it is used now.
 
-        None where that cannot be judged here: another similarity than RBF, a gate, or a routing
-        that these very examples may have chosen before.
+        None where that cannot be judged here: another similarity than RBF, or a routing that these
+        very examples may have chosen before.
         """
         routing = self.memory.routing
         calibrated = self.memory.manifest.calibration is not None
-        if calibrated or routing.similarity != "rbf" or routing.gate is not None:
+        if calibrated or routing.similarity != "rbf":
             return None
         return self._judge_trial("unchanged", routing, self.cases)
 
