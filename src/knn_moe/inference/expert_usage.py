@@ -6,7 +6,7 @@ used. Knows the attached memory through its handle's observer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from knn_moe.errors import AttachError, ConfigError, UnsupportedModelError
 from knn_moe.inference.attach import Routing
@@ -21,17 +22,25 @@ from knn_moe.inference.hooks import TokenMask
 from knn_moe.recall.layer import RouterCall
 from knn_moe.routers.find import Router, find_routers
 from knn_moe.routers.intercept import ReplaceLogits, chosen_experts
-from knn_moe.routers.model_state import input_device
+from knn_moe.routers.model_state import input_device, install_hooks
 
 
 class ExpertCounts:
     """How often each expert was chosen, by layer, and for how many tokens."""
 
     def __init__(self, routers: list[Router]) -> None:
+        self.routers = routers
         self.counts = {
             router.layer: torch.zeros(router.num_experts, dtype=torch.int64) for router in routers
         }
         self.tokens = dict.fromkeys(self.counts, 0)
+
+    def install(self) -> list[RemovableHandle]:
+        """Put a hook on every router."""
+        return [
+            router.module.register_forward_hook(partial(self.add, router))
+            for router in self.routers
+        ]
 
     def add(self, router: Router, module: nn.Module, args: Any, output: Any) -> None:
         """Count a call: a forward hook of the router."""
@@ -59,10 +68,19 @@ class RouterLoad:
             raise UnsupportedModelError(
                 f"The load over all layers needs equally many experts in each, got {widths}."
             )
+        self.routers = routers
         self.mask = mask
         self.choices = torch.zeros(widths[0], dtype=torch.int64)
         self.probability = torch.zeros(widths[0], dtype=torch.float64)
         self.tokens = 0
+
+    def install(self) -> list[RemovableHandle]:
+        """Put a hook on every router, and those that know the padding on the model."""
+        hooks = [
+            router.module.register_forward_hook(partial(self.add, router))
+            for router in self.routers
+        ]
+        return [*self.mask.install(lambda: None), *hooks]
 
     @torch.no_grad()
     def add(self, router: Router, module: nn.Module, args: Any, output: Any) -> None:
@@ -103,7 +121,7 @@ def count_experts(model: nn.Module) -> Iterator[ExpertCounts]:
     """Count which experts the routers of `model` choose inside."""
     routers = find_routers(model)
     counts = ExpertCounts(routers)
-    with _watched(routers, counts.add):
+    with install_hooks([counts]):
         yield counts
 
 
@@ -118,13 +136,8 @@ def router_load(model: nn.Module) -> Iterator[RouterLoad]:
         _check_returns_logits(router)
     mask = TokenMask(model, routers)
     load = RouterLoad(routers, mask)
-    handles = mask.install(lambda: None)
-    try:
-        with _watched(routers, load.add):
-            yield load
-    finally:
-        for handle in handles:
-            handle.remove()
+    with install_hooks([load]):
+        yield load
 
 
 @torch.no_grad()
@@ -152,19 +165,6 @@ def similarity_share(model: nn.Module, routing: Routing, ids: Tensor) -> Similar
             "similarity_share the model that the memory is attached to."
         )
     return SimilarityShare(layers, sum(layers.values()) / len(layers), ids.numel())
-
-
-@contextmanager
-def _watched(
-    routers: list[Router], add: Callable[[Router, nn.Module, Any, Any], None]
-) -> Iterator[None]:
-    """Hand each router's output to `add` inside."""
-    handles = [router.module.register_forward_hook(partial(add, router)) for router in routers]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _logits(router: Router, output: Any) -> Tensor:
