@@ -28,7 +28,6 @@ from knn_moe import (
 )
 from knn_moe.adapt.controls import CONTROLS, shuffle_values
 from knn_moe.demo.texts import load_documentation
-from knn_moe.equations.mixing import neighbour_weights
 from knn_moe.errors import ConfigError, MemoryMismatchError
 from knn_moe.explain.trace import LayerTrace, trace
 from knn_moe.recall.layer import RouterCall
@@ -94,11 +93,13 @@ def test_the_memory_it_was_made_from_stays(zoo_memory: RoutingMemory) -> None:
 
 def test_every_order_is_as_likely(zoo_memory: RoutingMemory) -> None:
     known = distinct(first_cases(zoo_memory, 3))
-    found = Counter(tuple(order_of(shuffle_values(known, seed), known, 0)) for seed in range(600))
+    found = Counter(
+        tuple(order_of(shuffle_values(known, seed=seed), known, 0)) for seed in range(600)
+    )
     assert len(found) == 6
     assert all(65 <= count <= 135 for count in found.values())  # 100 expected
-    assert order_of(shuffle_values(known, 7), known, 0) == order_of(
-        shuffle_values(known, 7), known, 0
+    assert order_of(shuffle_values(known, seed=7), known, 0) == order_of(
+        shuffle_values(known, seed=7), known, 0
     )
 
 
@@ -151,22 +152,24 @@ def tried() -> Tried:
     reference, test = ([one.completion for one in part] for part in (text.reference, text.test))
     # Python's documentation differs between versions: enough of it that the gain does not.
     examples = sample_texts(tokenizer, reference, 120 * 128)
-    config = BuildConfig(preset="strong", max_length=128, batch_tokens=2048)
+    config = BuildConfig(preset="strong", steps=2, max_length=128, batch_tokens=2048)
     memory = build_memory(network, tokenizer, examples, config)
-    # So few cases are not to be trusted as far as the preset trusts many.
+    # Few cases deserve less confidence than the preset has in many.
     cautious = RoutingConfig(k=16, gamma_scale=1.5, confidence_scale=0.4)
     memory = replace(memory, manifest=replace(memory.manifest, routing=cautious))
-    tokens = encode_documents(tokenizer, sample_texts(tokenizer, test, 32 * 128))
+    tokens = encode_documents(tokenizer, sample_texts(tokenizer, test, 20 * 128))
     return Tried(network, memory, cut_windows(tokens, 128).long())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CONTROLS)
 def test_the_memory_beats_every_control(tried: Tried, kind: str) -> None:
     alone, real = tried.loss(None), tried.loss(tried.memory)
-    assert real < alone - 0.01
+    assert real < alone - 0.01, (real, alone)
     assert real < tried.loss(control(tried.memory, kind, tried.model)) - 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CONTROLS)
 def test_a_control_is_as_confident_and_weighs_alike(tried: Tried, kind: str) -> None:
     real = tried.traced(tried.memory)
@@ -177,6 +180,7 @@ def test_a_control_is_as_confident_and_weighs_alike(tried: Tried, kind: str) -> 
     assert torch.equal(other.rows, real.rows) == (kind != "random")
 
 
+@pytest.mark.slow
 def test_random_neighbours_are_drawn_afresh_for_each_token(tried: Tried) -> None:
     drawn = control(tried.memory, "random", tried.model)
     first, again = tried.traced(drawn), tried.traced(drawn)
@@ -194,6 +198,7 @@ def test_random_neighbours_are_drawn_afresh_for_each_token(tried: Tried) -> None
     assert len(set(nearest)) < 0.9 * asked
 
 
+@pytest.mark.slow
 def test_what_is_mixed_are_the_values_of_the_cases_drawn(tried: Tried) -> None:
     drawn = control(tried.memory, "random", tried.model)
     calls: list[RouterCall] = []
@@ -202,23 +207,25 @@ def test_what_is_mixed_are_the_values_of_the_cases_drawn(tried: Tried) -> None:
     for call in calls:
         values = tried.memory.full_layers()[call.layer].values
         distance, rows = call.recall.nearest(call.inputs)
-        weight = neighbour_weights(call.recall.log_similarity(distance))
+        weight = call.recall.weights(distance)
         proposal = (weight[:, :, None] * values[rows]).sum(dim=1)
         mixed, confidence = call.recall(call.inputs, torch.zeros_like(proposal))
         assert torch.equal(confidence, call.confidence)
         torch.testing.assert_close(mixed, confidence[:, None] * proposal)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", ["fast", "faiss-flat"])
 def test_random_neighbours_of_any_index(tried: Tried, index: str) -> None:
     drawn = control(tried.memory, "random", tried.model)
     config = replace(drawn.routing, index=index)
     rows = tried.traced(drawn, config).rows
-    real = tried.traced(tried.memory, replace(config, drawn=None)).rows
+    real = tried.traced(tried.memory, config).rows
     assert (rows == real).sum() < 10
     assert len(rows.unique()) > 0.9 * rows.numel()  # of many more cases than were drawn
 
 
+@pytest.mark.slow
 def test_own_logits_are_what_a_build_of_no_steps_remembers(tried: Tried) -> None:
     own = control(tried.memory, "own-logits", tried.model)
     texts = tried.memory.provenance
@@ -246,17 +253,15 @@ def test_own_logits_are_what_a_build_of_no_steps_remembers(tried: Tried) -> None
         assert not torch.allclose(layer.values, tried.memory.full_layers()[index].values, atol=0.1)
 
 
-def test_a_config_that_would_undo_a_control_is_refused(
+def test_no_config_undoes_a_control_nor_does_saving_it(
     zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, prompt: torch.Tensor, tmp_path: Path
 ) -> None:
     drawn = control(zoo_memory, "random", zoo_olmoe)
-    with pytest.raises(ConfigError, match=r"replace\(memory.routing"):
-        attach(zoo_olmoe, drawn, RoutingConfig(k=3))
     drawn.save_pretrained(tmp_path / "control")
     again = RoutingMemory.from_pretrained(tmp_path / "control")
     outputs = []
     for one in (zoo_memory, drawn, again):
-        with attach(zoo_olmoe, one, replace(one.routing, k=3)):
+        with attach(zoo_olmoe, one, RoutingConfig(k=3)):
             outputs.append(zoo_olmoe(prompt, use_cache=False).logits)
     assert torch.equal(outputs[1], outputs[2])
     assert not torch.equal(outputs[0], outputs[1])
@@ -265,13 +270,11 @@ def test_a_config_that_would_undo_a_control_is_refused(
 def test_controls_say_no_in_words(zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory) -> None:
     with pytest.raises(ConfigError, match=r"Unknown control 'shufled'. Did you mean 'shuffled'\?"):
         control(zoo_memory, "shufled", zoo_olmoe)
-    with pytest.raises(ConfigError, match="asks the model's routers"):
+    with pytest.raises(ConfigError, match="needs the model"):
         control(zoo_memory, "own-logits")
     other = family("qwen3_moe")
     with pytest.raises(MemoryMismatchError, match="built for"):
         control(zoo_memory, "own-logits", other)
-    with pytest.raises(ConfigError, match="drawn must be a whole number"):
-        RoutingConfig(drawn=-1)
 
 
 def test_draws_are_even_and_independent() -> None:
@@ -288,6 +291,7 @@ def test_draws_are_even_and_independent() -> None:
         assert len(draw_cases(queries.to(dtype), 2, 10, seed=2**60).unique()) == 10
 
 
+@pytest.mark.slow
 def test_by_command(tried: Tried, tmp_path: Path) -> None:
     tried.memory.save_pretrained(tmp_path / "memory")
     texts = words().batch_decode(tried.test)
