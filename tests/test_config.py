@@ -74,7 +74,7 @@ def test_a_wrong_build_setting(settings: dict[str, Any], message: str) -> None:
         ({"per_layer": ({"layer": 1}, {"layer": 1})}, "per_layer names a layer twice: [1, 1]."),
         ({"per_layer": 3}, "per_layer must be LayerRoutings, got 3."),
         ({"index": "hnsw"}, "Unknown index 'hnsw'. Available: exact, faiss-flat, ivfpq, fast."),
-        ({"index": 3}, "index must be of type IndexConfig, got 3."),
+        ({"index": 3}, "index must be of type IndexConfig or the name of an index, got 3."),
     ],
 )
 def test_a_wrong_routing_setting(settings: dict[str, Any], message: str) -> None:

@@ -125,9 +125,8 @@ class HeadConfig:
 
     k: int = 64  # cases whose next tokens are mixed in
     weight: float = 0.3  # their share of the probability
-    gamma_scale: float = (
-        3.0  # each case weighs exp(-γ · gamma_scale · d²), γ being the last layer's
-    )
+    # Each case weighs exp(-γ · gamma_scale · d²), with the γ of the last layer.
+    gamma_scale: float = 3.0
 
     def __post_init__(self) -> None:
         _check_count("head's k", self.k, 1)
@@ -182,7 +181,8 @@ class RoutingConfig:
         if isinstance(value, Mapping):
             object.__setattr__(self, field, kind(**value))
         elif value is not None and not isinstance(value, kind):
-            raise ConfigError(f"{field} must be of type {kind.__name__}, got {value!r}.")
+            hint = " or the name of an index" if kind is IndexConfig else ""
+            raise ConfigError(f"{field} must be of type {kind.__name__}{hint}, got {value!r}.")
 
     def for_layer(self, layer: int) -> LayerRouting:
         """Return the widths and the factor of `layer`: its own, or those for all layers."""

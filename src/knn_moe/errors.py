@@ -13,8 +13,8 @@ KnnMoeError
 ├── MemoryFormatError        a folder contains no memory, or a damaged one
 ├── MemoryMismatchError      a memory belongs to another model, or two memories do not match
 ├── BuildError               a build cannot start or continue
-├── CalibrationError         there are too few examples to calibrate on
-├── PruningError             cases cannot be scored, or none would be left
+├── CalibrationError         a memory cannot be calibrated on these examples
+├── PruningError             the cases of a memory cannot be scored
 ├── MissingDependencyError   an optional package is not installed
 └── AttachError              a memory cannot be attached to a model
     ├── RouterNotCalledError     the model ran without calling an attached router
@@ -77,11 +77,11 @@ class BuildError(KnnMoeError):
 
 
 class CalibrationError(KnnMoeError):
-    """There are too few examples to calibrate a memory on."""
+    """A memory cannot be calibrated on these examples."""
 
 
 class PruningError(KnnMoeError):
-    """The cases of a memory cannot be scored, or none would be left."""
+    """The cases of a memory cannot be scored."""
 
 
 class MissingDependencyError(KnnMoeError, ImportError):

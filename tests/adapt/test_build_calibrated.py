@@ -175,7 +175,7 @@ def test_the_calibrate_command_writes_what_it_finds(
     assert f"{report['change']['difference']:+.4f} nats per token" in shown
     assert "γ scale" in shown
     card = (sayings_folder / "README.md").read_text(encoding="utf8")
-    assert f"| calibrated | {report['change']['difference']:+.3f} nats a token" in card
+    assert f"| calibrated | {report['change']['difference']:+.3f} nats per token" in card
 
 
 def test_building_and_calibrating_at_once(

@@ -163,7 +163,8 @@ def read_scores(found: dict[str, float], samples: list[dict[str, Any]]) -> Score
 
 
 def assert_same(found: Scores, expected: Scores) -> None:
-    torch.testing.assert_close(found.likelihoods, expected.likelihoods, rtol=0, atol=1e-4)
+    # Sums over tokens, of up to 40 nats: fp32 rounds them in proportion to their size.
+    torch.testing.assert_close(found.likelihoods, expected.likelihoods, rtol=1e-5, atol=1e-4)
     assert (found.acc, found.acc_norm) == (expected.acc, expected.acc_norm)
 
 

@@ -50,6 +50,9 @@ def compress(
         overwrite: Replace a memory that is in `folder`.
         on_progress: Called after each layer.
 
+    Returns:
+        The compressed memory.
+
     Raises:
         ConfigError: The index is "exact", which is the keys themselves.
         MemoryFormatError: The memory is empty or compressed already.

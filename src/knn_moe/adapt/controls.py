@@ -122,6 +122,9 @@ def control(
         seed: For what is drawn at random.
         force: Also take a memory that was built for another model of the same shape.
 
+    Returns:
+        The control, which is attached and evaluated like any memory.
+
     Raises:
         ConfigError: There is no such control, or the model is missing.
         MemoryMismatchError: The memory belongs to another model.

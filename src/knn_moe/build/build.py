@@ -68,6 +68,9 @@ def build_memory(
         on_progress: Called with tokens done and in all: "resuming" for those that an earlier run
             did, "optimising", then "sealing".
 
+    Returns:
+        The memory, opened from its folder.
+
     Raises:
         BuildError: The model has a memory attached, or `folder` holds part of another build.
         ReferenceSetError: The examples cannot be read, or do not fit the model.

@@ -53,7 +53,8 @@ class BuildCheckpoint:
         if not fresh and _read_plan(self.root) != plan:
             raise BuildError(
                 f"{str(self.root)!r} holds part of a build with another model, reference set or "
-                f"config. Delete it to start over, or build to another folder."
+                f"config, or by another version. Delete it to start over, or build to another "
+                f"folder."
             )
         self.finished = set() if fresh else _read_journal(self.journal)
         try:
@@ -63,7 +64,7 @@ class BuildCheckpoint:
                 (self.root / "plan.json").write_text(json.dumps(plan, indent=2), encoding="utf8")
                 _require_space(self.root, provenance, shapes)
             self.writer = MemoryWriter(self.root / "memory", provenance, shapes, fresh=fresh)
-            # The journal's being there says that every file has its size and manifest.
+            # If there is a journal, every file has its full size and its header.
             self.journal.touch()
         except BaseException:
             if fresh:
@@ -79,7 +80,7 @@ class BuildCheckpoint:
         """Compute γ on `device`, seal the memory and remove the folder."""
         with self.writer.checksums() as described:
             gammas = estimate_gammas(self.writer.keys(), self.writer.provenance, device)
-            self.writer.publish(manifest, self.target, gammas, described=described)
+            self.writer.publish(manifest, self.target, gammas, described)
         shutil.rmtree(self.root)
 
     def __enter__(self) -> BuildCheckpoint:

@@ -144,10 +144,10 @@ def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
 
     A sum: a mean would divide η by the number of tokens.
     """
-    return token_losses(model, batch).sum()
+    return batch_losses(model, batch).sum()
 
 
-def token_losses(model: nn.Module, batch: Batch) -> Tensor:
+def batch_losses(model: nn.Module, batch: Batch) -> Tensor:
     """Run the model on a batch and return the loss of each token's next one, 0 where it does not
     count. Shape [B, T - 1] fp32, on the logits' device."""
     output: Any = model(input_ids=batch.ids, attention_mask=batch.attention_mask, use_cache=False)

@@ -103,7 +103,9 @@ def _describe(memory: RoutingMemory) -> dict[str, str]:
         for name, value in manifest["routing"].items()
         if name in ("k", "similarity") or (name != "per_layer" and value != usual[name])
     }
+    seed = memory.manifest.random_seed
     return {
+        **({} if seed is None else {"control": f"recalls cases at random, seed {seed}"}),
         "base model": memory.base_model.name,
         "revision": memory.base_model.revision or "-",
         "routers": f"{memory.base_model.architecture} {memory.base_model.fingerprint[:12]}",

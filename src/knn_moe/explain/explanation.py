@@ -26,9 +26,7 @@ class RecalledCase:
     before: str  # the reference text before the case's token
     token: str  # the case's token
     after: str  # the token after it
-    # 1 is the usual distance between neighbours, of the layer or of the case's domain there;
-    # cosine: of unit vectors
-    distance: float
+    distance: float  # 1 is the usual one between neighbours in that layer; cosine: of unit vectors
     confidence: float  # λ
     experts_in: Mapping[int, float]  # experts that entered → their Δlogit (mixed minus own)
     experts_out: Mapping[int, float]  # experts that left → their Δlogit

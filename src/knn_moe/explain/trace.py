@@ -1,7 +1,7 @@
 """Trace what a memory does to each token: the cases it recalls and the experts it changes.
 
 Knows the attached memory through its handle's observer. Does not know the text of the cases
-(provenance.py) nor how a trace is shown (explanation.py).
+(reference/provenance.py) nor how a trace is shown (explanation.py).
 """
 
 from __future__ import annotations

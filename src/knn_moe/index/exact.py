@@ -98,7 +98,7 @@ def squared_distance(x: Tensor, keys: Tensor) -> Tensor:
 
 
 def distances_to_rows(
-    queries: Tensor, keys: Tensor, rows: Tensor, scale: Tensor | float = 1.0
+    queries: Tensor, keys: Tensor, rows: Tensor, scale: Tensor | None = None
 ) -> Tensor:
     """Return ‖s(x - k)‖² from each query to the keys of its rows, some queries at a time.
 
@@ -106,7 +106,7 @@ def distances_to_rows(
         queries: Shape [T, d].
         keys: May be a mapped file, of which only these rows are read. Shape [M, d].
         rows: On the keys' device. Shape [T, c].
-        scale: s; where it is small, distances past fp32 still have an order.
+        scale: s; where it is small, distances past fp32 still have an order. None: 1.
 
     Returns:
         Shape [T, c], in fp32 on the queries' device.
@@ -114,7 +114,9 @@ def distances_to_rows(
     at_once = max(1, _GATHERED // (rows.shape[1] * keys.shape[1]))
     pairs = zip(queries.split(at_once), rows.split(at_once), strict=True)
     differences = (x[:, None].float() - keys[near].to(x.device).float() for x, near in pairs)
-    return torch.cat([(part * scale).square().sum(dim=-1) for part in differences])
+    if scale is not None:
+        differences = (part * scale for part in differences)
+    return torch.cat([part.square().sum(dim=-1) for part in differences])
 
 
 def centred_norms(keys: Tensor) -> tuple[Tensor, Tensor]:

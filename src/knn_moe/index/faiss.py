@@ -8,8 +8,8 @@ IVFPQ sees a projection of the keys (PCA) and chooses by it. The paper leaves op
 then takes. Here it is the full one, ‖x - k‖² = ‖Px - Pk‖² + ‖x'‖² + ‖k'‖² - 2x'·k', where x' and k'
 are what the projection drops. Only the norm of k' is stored; but near keys are near there too, so
 x'·k' ≈ ρ ‖x'‖ ‖k'‖. ρ, and what quantisation adds, are fitted to the keys' own neighbours, as in
-`fast` (grid.py). That is right on average over the 16 nearest; the very nearest still seem too far.
-With `rerank` the keys are stored, and distances are exact.
+`fast` (index/fast/grid.py). That is right on average over the 16 nearest; the very nearest still
+seem too far. With `rerank` the keys are stored, and distances are exact.
 """
 
 from __future__ import annotations

@@ -66,14 +66,14 @@ def check_free(model: nn.Module) -> None:
         if find_hook(router) is not None:
             raise AttachError(
                 f"{type(model).__name__} has a memory attached already (at {router.name!r}). "
-                f"Detach it first, merge the memories, or use attach_all() for several."
+                f"Detach it first. To use several at once, merge them or use attach_all()."
             )
 
 
 def routers_for(
     model: nn.Module, memory: RoutingMemory, config: RoutingConfig, *, force: bool
 ) -> list[Router]:
-    """Return the routers that a memory goes on when it is used as `config` says.
+    """Return the routers that a memory is attached to when it is used as `config` says.
 
     Raises:
         MemoryMismatchError: The memory belongs to another model.
@@ -225,6 +225,9 @@ class Routing(Handle):
             attention_mask: Which of the ids are no padding; the same shape.
             tokenizer: Turns tokens into text. None: they are shown as numbers.
             last: Explain only this many tokens, from the end.
+
+        Returns:
+            The explanation: printed as a table, or as JSON by `to_dict()`.
 
         Raises:
             NothingReadError: It is not known what the model read last.

@@ -113,6 +113,10 @@ class Memories(Handle):
         Args:
             choice: The name of a memory for all rows, or a name or None for each row. None: the
                 model alone.
+
+        Raises:
+            AttachError: The memories are detached.
+            ConfigError: There is no memory of such a name.
         """
         if not self._handles:
             raise AttachError("The memories are detached. Attach them again to use one.")

@@ -14,6 +14,7 @@ def model_card(config: Mapping[str, Any]) -> str:
     index = f", {routing['index']['kind']} index" if routing["index"] else ""
     known_to_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", name)
     later = _calibration_row(config.get("calibration")) + _pruning_row(config.get("pruned"))
+    later += _control_row(config.get("random_seed"))
     origin = f"base_model: {name}\n" if known_to_hub else ""
     return f"""---
 library_name: knn-moe
@@ -66,7 +67,8 @@ def _calibration_row(found: Mapping[str, Any] | None) -> str:
         return ""
     change = found["change"]
     gain = (
-        f"{change['difference']:+.3f} nats a token ({change['low']:+.3f} to {change['high']:+.3f}) "
+        f"{change['difference']:+.3f} nats per token "
+        f"({change['low']:+.3f} to {change['high']:+.3f}) "
         f"on {found['examples']} held-out reference examples"
     )
     off = "" if found["helps"] else ": no better than the model alone, so the memory is off"
@@ -77,3 +79,7 @@ def _pruning_row(left: Mapping[str, Any] | None) -> str:
     if not left:
         return ""
     return f"| pruned | {left['kept']:,} of {left['cases']:,} cases kept, by {left['score']} |\n"
+
+
+def _control_row(seed: int | None) -> str:
+    return "" if seed is None else f"| control | recalls cases at random, seed {seed} |\n"

@@ -1,6 +1,6 @@
 """A layer whose keys became an index: what is kept of them, and how good it is.
 
-Knows names and tensors. `adapt/compress.py` makes such layers, `recall/recall.py` uses them.
+Knows names and tensors. `adapt/compress.py` makes such layers, `recall/layer.py` uses them.
 """
 
 from __future__ import annotations

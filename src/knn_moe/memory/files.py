@@ -1,7 +1,7 @@
 """The memory as a folder: its files, their checks, and how rows are streamed into them.
 
     memory_config.json        what it is, whose it is, a checksum of every file and of itself
-    tokens.safetensors        the reference tokens and each key's place in them (provenance.py)
+    tokens.safetensors        the reference tokens and each key's place in them
     layer-003.safetensors     keys [M, d], values [M, N]; or what they were compressed to
     README.md                 the model card
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -51,6 +52,11 @@ class MemoryManifest:
     def from_dict(cls, config: Mapping[str, Any]) -> MemoryManifest:
         """Read what `to_dict` gave, in this version or in an earlier one."""
         random_seed = config["routing"].get("drawn")
+        if config["routing"].get("gate") is not None:
+            warnings.warn(
+                "This memory names a gate, which knn-moe does not have. It is used without it.",
+                stacklevel=3,
+            )
         return cls(
             base_model=ModelIdentity(**config["base_model"]),
             tokenizer=config["tokenizer"],

@@ -114,6 +114,9 @@ class RoutingMemory:
             verify: Compare every file's checksum, which reads it all once. Sizes, the format and
                 the config's own digest are always checked.
 
+        Returns:
+            The memory; its tensors are read when they are used.
+
         Raises:
             MemoryFormatError: There is no memory, or it is truncated, edited or of a newer format.
         """
@@ -135,6 +138,10 @@ class RoutingMemory:
 
     def save_pretrained(self, folder: str | Path, *, overwrite: bool = False) -> None:
         """Write the memory to `folder`, whole or not at all.
+
+        Args:
+            folder: Where to write it.
+            overwrite: Replace a memory that is there.
 
         Raises:
             MemoryFormatError: The folder exists and `overwrite` is not set, or is no memory.
@@ -176,6 +183,9 @@ class RoutingMemory:
             folder: Where the memory is written and opened. None: a temporary folder that lives as
                 long as the memory.
             overwrite: Replace a memory that is in `folder`.
+
+        Returns:
+            The merged memory.
 
         Raises:
             MemoryMismatchError: The memories do not belong together.
@@ -234,8 +244,12 @@ class RoutingMemory:
             folder: As in `merge`.
             overwrite: As in `merge`.
 
+        Returns:
+            The memory without them.
+
         Raises:
             ConfigError: An example cannot be dropped, or the values were trained on all of them.
+            MemoryFormatError: The memory is compressed.
         """
         self.full_layers()
         if self.manifest.values_trained:
@@ -309,10 +323,10 @@ def _write(
                     writer.write(index, "keys", keys, [span])
                     writer.write(index, "values", layer.values[part].cpu(), [span])
             row += len(memory)
-        writer.close()
-        if gammas is None:
-            gammas = estimate_gammas(writer.keys(), provenance)
-        writer.publish(memories[0].manifest, folder, gammas, overwrite=overwrite)
+        with writer.checksums() as described:
+            gammas = gammas or estimate_gammas(writer.keys(), provenance)
+            manifest = memories[0].manifest
+            writer.publish(manifest, folder, gammas, described, overwrite=overwrite)
 
 
 def _parts(cases: int, rows: Tensor | None) -> Iterator[tuple[int, slice | Tensor]]:

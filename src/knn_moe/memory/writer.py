@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from knn_moe.memory.manifest import MemoryManifest
 from knn_moe.reference.provenance import Provenance
 from knn_moe.reference.windows import Span
 from knn_moe.support.files import write_whole
+
+_EARLIER_FIELDS: Final = ("learned", "domains")  # of a config of format 4
 
 
 class MemoryWriter:
@@ -69,7 +71,7 @@ class MemoryWriter:
         self._files = {}
 
     def keys(self) -> dict[int, Tensor]:
-        """Map the keys that were written, by layer [M, d], for whoever computes γ from them."""
+        """Map the keys that were written, by layer [M, d], so that γ can be computed from them."""
         return {index: files.read_tensors(self._path(index))["keys"] for index in self.layers}
 
     @contextmanager
@@ -84,14 +86,11 @@ class MemoryWriter:
         manifest: MemoryManifest,
         folder: Path,
         gammas: Mapping[int, float],
+        described: Sequence[Future[dict[str, Any]]],
         *,
-        described: Sequence[Future[dict[str, Any]]] | None = None,
         overwrite: bool = False,
     ) -> None:
-        """Seal what was written and rename it to `folder`. `described`: from `checksums`."""
-        if described is None:
-            with self.checksums() as described:
-                pass
+        """Seal what was written and rename it to `folder`. `described` comes from `checksums`."""
         entries = [
             {"layer": index, "gamma": gammas[index], **entry.result()}
             for index, entry in zip(self.layers, described, strict=True)
@@ -125,6 +124,8 @@ def seal(
 def reseal(folder: Path, manifest: MemoryManifest) -> None:
     """Write another manifest into a memory's folder; its files stay as they are."""
     config = {**files.read_config(folder), **manifest.to_dict()}
+    for name in _EARLIER_FIELDS:
+        config.pop(name, None)
     write_whole(folder / "README.md", model_card(config))
     files.write_config(folder, config)
 

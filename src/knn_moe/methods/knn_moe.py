@@ -33,8 +33,9 @@ class KnnMoe(Method):
     name: str = "knn"
 
     def facts(self) -> Mapping[str, Any]:
-        config = self.config or self.memory.routing
+        config, seed = self.config or self.memory.routing, self.memory.manifest.random_seed
         return {
+            **({} if seed is None else {"random_seed": seed}),
             "cases": len(self.memory),
             # γ depends on all keys of a layer, so it tells memories apart.
             "gamma": {str(place): layer.gamma for place, layer in self.memory.layers.items()},

@@ -67,7 +67,8 @@ class LayerRecall(nn.Module):
         self.dtype = layer.shape.dtype
         self.index, values = open_layer(layer, config, device)
         for name, number in widths._asdict().items():
-            self.register_buffer(name, torch.tensor(number, device=device), persistent=False)
+            width = torch.tensor(number, dtype=torch.float32, device=device)
+            self.register_buffer(name, width, persistent=False)
         nothing = torch.zeros(4, dtype=torch.int64, device=device)
         self.register_buffer("uncounted", nothing, persistent=False)
         self.value_names = list(name_values(values))

@@ -21,8 +21,8 @@ class Cases:
     """One layer's cases and the router that recalls them.
 
     Keys and values may be mapped files: a search reads a block of keys at a time, and the values of
-    the cases it finds. Shapes: keys [M, d], prepared for the similarity; values [M, N]; owner [M]
-    int64, a hash of each case's example.
+    the cases it finds. Shapes: keys [M, d]; values [M, N]; owner [M] int64, a hash of each case's
+    example.
     """
 
     router: Router
@@ -38,9 +38,11 @@ class Cases:
         Shapes: inputs [T, d]; owner [T] int64, of the tokens. Distances are where the inputs are,
         rows where the keys are.
         """
+        # A similarity other than RBF makes a copy of the keys, which is held for this search only.
+        keys = self.similarity.prepare(self.keys)
         queries = self.similarity.prepare(inputs.to(self.keys.dtype))
         labels = [(owner.to(inputs.device), self.owner)]
-        return Neighbours(*search_leaving_out(queries, self.keys, labels, k, inputs.device))
+        return Neighbours(*search_leaving_out(queries, keys, labels, k, inputs.device))
 
     def weigh(self, near: Neighbours, widths: Widths) -> Recalled:
         """Weigh neighbours and take λ from them."""

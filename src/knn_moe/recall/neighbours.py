@@ -96,4 +96,4 @@ def confidence_of(squared_distance: Tensor, widths: Widths, similarity: Similari
 
 
 def _tensor(width: float | Tensor) -> Tensor:
-    return width if isinstance(width, Tensor) else torch.tensor(width)
+    return width if isinstance(width, Tensor) else torch.tensor(width, dtype=torch.float32)

@@ -30,7 +30,7 @@ class Example:
 
     @classmethod
     def of(cls, item: ExampleLike) -> Example:
-        """From a string, a mapping with the usual fields, or a list of chat messages."""
+        """Make an example of a string, a mapping with the usual fields, or chat messages."""
         if isinstance(item, Example):
             return item
         if isinstance(item, str):
@@ -62,7 +62,7 @@ ExampleLike: TypeAlias = Example | str | Mapping[str, Any] | Sequence[Any]
 
 
 def is_chat(item: object) -> bool:
-    """Whether it is messages, each with its role and content."""
+    """Tell whether `item` is a list of messages, each with its role and content."""
     return (
         isinstance(item, Sequence)
         and len(item) > 0
@@ -71,12 +71,23 @@ def is_chat(item: object) -> bool:
 
 
 def load_examples(source: str | Path | Iterable[ExampleLike]) -> list[Example]:
-    """Examples from a file (.jsonl, .jsonl.gz, .txt), a `datasets` object or any iterable."""
+    """Load examples from a file, a `datasets` object or any iterable.
+
+    Args:
+        source: A .jsonl or .jsonl.gz file with an example on each line, a .txt or .md file that is
+            one text, or an iterable of texts, mappings or chat messages.
+
+    Returns:
+        The examples, in their order.
+
+    Raises:
+        ReferenceSetError: The file cannot be read, or an example is not in one of the forms.
+    """
     return list(iter_examples(source))
 
 
 def iter_examples(source: str | Path | Iterable[ExampleLike]) -> Iterator[Example]:
-    """As `load_examples`, one at a time: a large file is never held whole."""
+    """Yield the examples of `load_examples` one at a time: a large file is never held whole."""
     if isinstance(source, str | Path):
         yield from _from_file(Path(source))
         return
@@ -138,6 +149,7 @@ class Tokens:
 
 
 def tokenise(example: Example, tokenizer: Any) -> Tokens:
+    """Return the tokens of an example, as `tokenizer` gives them for the whole text."""
     if example.messages is not None:
         return _tokenise_messages(example.messages, tokenizer)
     if not example.prompt:
@@ -145,7 +157,7 @@ def tokenise(example: Example, tokenizer: Any) -> Tokens:
     text = example.prompt + example.completion
     if not tokenizer.is_fast:
         ids = list(tokenizer(text)["input_ids"])
-        return Tokens(ids, _shared(ids, tokenizer(example.prompt)["input_ids"]))
+        return Tokens(ids, _count_shared(ids, tokenizer(example.prompt)["input_ids"]))
     encoded = tokenizer(text, return_offsets_mapping=True)
     boundary = len(example.prompt)
     # A token that straddles the boundary helps to spell the completion. Special tokens span (0, 0).
@@ -155,22 +167,24 @@ def tokenise(example: Example, tokenizer: Any) -> Tokens:
 
 
 def _tokenise_messages(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> Tokens:
-    """Through the model's chat template; the last assistant turn is the completion."""
+    """Apply the model's chat template; the last assistant turn is the completion."""
     ids = _apply_template(tokenizer, messages, generation=False)
     if messages[-1]["role"] != "assistant":
         return Tokens(ids, len(ids))
-    return Tokens(ids, _shared(ids, _apply_template(tokenizer, messages[:-1], generation=True)))
+    return Tokens(
+        ids, _count_shared(ids, _apply_template(tokenizer, messages[:-1], generation=True))
+    )
 
 
 def tokenise_prompt(prompt: str | Sequence[Mapping[str, Any]], tokenizer: Any) -> list[int]:
-    """Of a prompt whose completion is still to come: a text, or chat messages to be answered."""
+    """Return the token ids of a prompt that is to be answered: a text, or chat messages."""
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"])
     return _apply_template(tokenizer, prompt, generation=True)
 
 
-def _shared(ids: Sequence[int], prompt: Sequence[int]) -> int:
-    """How many tokens two sequences begin with together."""
+def _count_shared(ids: Sequence[int], prompt: Sequence[int]) -> int:
+    """Count the tokens that two sequences have in common at their beginning."""
     pairs = zip(ids, prompt, strict=False)
     return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(ids), len(prompt)))
 

@@ -41,7 +41,7 @@ class Part:
         return self.reference.batches(batch_tokens, self.windows)
 
     def first(self, most_tokens: int) -> Part:
-        """Keep windows from the front, `most_tokens` tokens of them or as few as there must be."""
+        """Keep windows from the front: `most_tokens` tokens, but at least six windows."""
         lengths = self.reference.lengths[self.windows]
         inside = lengths.cumsum(0) - lengths < most_tokens
         inside[:_LEAST_JUDGED] = True

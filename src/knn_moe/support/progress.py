@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 class Progress(NamedTuple):
     """A stage of an operation, and how many of its steps are done."""
 
-    stage: str  # what is being done, for people: "building", "value training, rate 0.1"
+    stage: str  # what is being done, for people: "optimising", "values, rate 0.1"
     done: int
     total: int
 

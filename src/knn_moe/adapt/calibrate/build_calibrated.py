@@ -58,6 +58,7 @@ def build_calibrated(
         The memory, and what the calibration found.
 
     Raises:
+        AttachError: The model has a memory attached.
         CalibrationError: There are too few examples.
         BuildError, ReferenceSetError, ModelTooLargeError: As in `build_memory`.
     """

@@ -1,7 +1,7 @@
 """Calibrate a memory on its own reference set: choose neighbours, widths, values and layers.
 
 On one part of the examples the widths of every layer are fitted by gradient, for each number of
-neighbours, and with them how much is made of what the build changed; then the values are trained.
+neighbours, and with them the update scale (widths.py); then the values are trained.
 By a second part the best of these trials is chosen. On a third part, which nothing was fitted or
 chosen by, it is judged against the model alone. If the memory is not significantly better there,
 calibration turns it off: every confidence factor becomes 0.
@@ -65,6 +65,7 @@ def calibrate(
         What was found; `apply(memory)` puts it into the memory.
 
     Raises:
+        AttachError: The model has a memory attached.
         CalibrationError: There are too few examples, or they had a part in making the memory.
         MemoryMismatchError: The memory belongs to another model.
         ModelTooLargeError: It does not fit in memory.

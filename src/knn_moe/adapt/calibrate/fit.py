@@ -1,5 +1,5 @@
-"""Fit a memory's widths by gradient, on tokens that recall every example but their own; and with
-them how much is made of what the build changed.
+"""Fit a memory's widths and update scales by gradient, on tokens that recall every example but
+their own.
 
 Neighbours are looked up once, for the inputs of the model alone. Where layers below have been
 mixed, inputs differ a little: their distances to the same neighbours are computed again, and other
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from knn_moe.adapt.calibrate.widths import WidthParameters
-from knn_moe.build.optimise import token_losses
+from knn_moe.build.optimise import batch_losses
 from knn_moe.config import LayerRouting, RoutingConfig
 from knn_moe.errors import RouterNotCalledError
 from knn_moe.index.exact import squared_distance
@@ -171,7 +171,7 @@ def look_up_neighbours(
         for batch in batches:
             for look_up in look_ups:
                 look_up.owner = batch.token_owner
-            token_losses(model, batch.to(input_device(model)))
+            batch_losses(model, batch.to(input_device(model)))
     for look_up in look_ups:
         calls = len(look_up.table.rows)
         if calls != len(batches):
@@ -239,7 +239,7 @@ def mean_loss(
     for recall, table in zip(recalls, data.tables, strict=True):
         recall.rows = table.rows[place]
     batch = data.batches[place]
-    losses = token_losses(model, batch.to(input_device(model)))
+    losses = batch_losses(model, batch.to(input_device(model)))
     return losses.sum() / batch.scored.sum().to(losses.device)
 
 

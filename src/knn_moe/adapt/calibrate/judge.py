@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from knn_moe.adapt.calibrate.widths import DivergedError
-from knn_moe.build.optimise import token_losses
+from knn_moe.build.optimise import batch_losses
 from knn_moe.config import RoutingConfig
 from knn_moe.recall.leave_one_out import Cases, LeaveOneOutRecall
 from knn_moe.recall.neighbours import Recalled, Widths
@@ -96,7 +96,7 @@ class Baseline:
 
 def line_losses(model: nn.Module, batch: Batch) -> Tensor:
     """Return the summed loss of each line of a batch. Shape [B] fp32, on the CPU."""
-    return token_losses(model, batch.to(input_device(model))).sum(dim=1).cpu()
+    return batch_losses(model, batch.to(input_device(model))).sum(dim=1).cpu()
 
 
 @torch.no_grad()

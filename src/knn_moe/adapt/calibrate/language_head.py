@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from knn_moe.adapt.calibrate.judge import Baseline, JudgedRecall
-from knn_moe.build.optimise import token_losses
+from knn_moe.build.optimise import batch_losses
 from knn_moe.config import HeadConfig, RoutingConfig
 from knn_moe.equations.next_token import mix_likelihoods
 from knn_moe.recall.leave_one_out import Cases
@@ -65,7 +65,7 @@ class NextTokens(NamedTuple):
 
 
 class _WideRecall(JudgedRecall):
-    """Recalls as routing does, and keeps the more neighbours that a head needs."""
+    """Recalls as routing does, and also keeps the larger number of neighbours that a head needs."""
 
     def __init__(self, cases: Cases, config: RoutingConfig) -> None:
         super().__init__(cases, config)
@@ -132,7 +132,7 @@ def read_next_tokens(
         for batch in batches:
             for recall in recalls:
                 recall.owner = batch.token_owner
-            losses = token_losses(model, batch.to(input_device(model)))
+            losses = batch_losses(model, batch.to(input_device(model)))
             found = _next_tokens(losses, batch, wide.found, following)
             parts.append(found._replace(distance=gamma * found.distance, line=found.line + lines))
             lines += len(batch.ids)

@@ -61,7 +61,7 @@ class Calibration:
     chosen: str  # the name of one of the trials
     distances: Mapping[int, Distances]  # by layer
     values: Mapping[int, Tensor] | None  # by layer [M, N]; None: as the memory has them
-    update_scale: Mapping[int, float]  # by layer: how much is made of what the build changed
+    update_scale: Mapping[int, float]  # by layer, see widths.py
     values_trained: bool
     seconds: float
     seconds_by_part: Mapping[str, float]

@@ -26,7 +26,8 @@ from knn_moe.reference.windows import Batch, ReferenceTokens
 from knn_moe.support.progress import OnProgress, StepCounter
 
 _WIDTH_PASSES: Final = 2  # over the examples to fit, at most
-_STEPS_A_PASS, _LEAST_TOKENS = 24, 64  # at least, of as many tokens at least
+# A pass has at least this many steps, of at least this many tokens each.
+_STEPS_A_PASS, _LEAST_TOKENS = 24, 64
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Trial:
 
     @property
     def update_scale(self) -> dict[int, float]:
-        """By layer, how much is made of what the build changed."""
+        """The update scale by layer."""
         return {
             each.router.layer: each.update_scale if self.values_changed else 1.0
             for each in self.cases

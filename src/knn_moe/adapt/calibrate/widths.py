@@ -1,5 +1,6 @@
 """Widths to fit: for every layer a width to weigh neighbours by, one to take λ by, and λ's factor;
-and how much is made of what the build changed, which is an η chosen afterwards for each layer.
+and the update scale, a factor on the difference between a case's value and its router's own logits,
+which is an η chosen afterwards for each layer.
 
 Kept as logarithms and a logit, whose gradients have no bounds.
 """
@@ -57,7 +58,7 @@ class WidthParameters(nn.Module):
         return Widths(gamma * weight.exp(), gamma * wide.exp(), factor.sigmoid())
 
     def update_scale(self, layer: int) -> Tensor:
-        """Return how much is made of what the build changed. Shape []."""
+        """Return the update scale of a layer. Shape []."""
         return self.log_update_scale[self.place[layer]].exp()
 
     def rescale(self, layer: int, values: Tensor, own: Tensor) -> Tensor:

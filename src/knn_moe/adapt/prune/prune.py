@@ -22,7 +22,7 @@ from knn_moe.equations.similarity import SIMILARITIES
 from knn_moe.errors import ConfigError, PruningError
 from knn_moe.inference.attach import check_belongs, check_free
 from knn_moe.memory.files import refuse_existing
-from knn_moe.memory.manifest import BY_CHANCE, MemoryManifest, join_scores
+from knn_moe.memory.manifest import MemoryManifest, join_scores
 from knn_moe.memory.memory import RoutingMemory
 from knn_moe.recall.layer import layer_gamma
 from knn_moe.recall.leave_one_out import Cases
@@ -63,7 +63,11 @@ def prune(
         force: As in `attach`.
         on_progress: Called after each batch.
 
+    Returns:
+        The smaller memory.
+
     Raises:
+        AttachError: The model has a memory attached.
         ConfigError: `keep` or `by` is out of range, or the model is missing.
         PruningError: Nothing says which cases to drop.
     """
@@ -73,7 +77,9 @@ def prune(
     rows, manifest = torch.arange(len(memory)), memory.manifest
     count = max(1, round(keep * len(memory)))
     if count < len(memory):
-        scorer = None if by == BY_CHANCE else _Scorer(model, memory, force, on_progress)
+        scorer = None
+        if by == "loss" and model is not None:
+            scorer = _Scorer(model, memory, force, on_progress)
         sizes = [count] if scorer is None else _halving_sizes(len(memory), count)
         for size in sizes:
             left = memory if len(rows) == len(memory) else memory.subset(rows)
@@ -126,10 +132,8 @@ class _Scorer:
     """Scores the cases of what is left of a memory by its whole reference set."""
 
     def __init__(
-        self, model: nn.Module | None, memory: RoutingMemory, force: bool, on_progress: OnProgress
+        self, model: nn.Module, memory: RoutingMemory, force: bool, on_progress: OnProgress
     ) -> None:
-        if model is None:
-            raise ConfigError("Pruning by loss needs the model.")
         self.model = uncompiled(model)
         self.memory = memory
         self.on_progress = on_progress
@@ -170,8 +174,7 @@ class _Scorer:
         for router in self.routers:
             gamma = layer_gamma(self.memory, router.layer, routing, torch.device("cpu"))
             layer = full[router.layer]
-            keys = similarity.prepare(layer.keys)
-            cases = Cases(router, keys, layer.values, owner, gamma, similarity)
+            cases = Cases(router, layer.keys, layer.values, owner, gamma, similarity)
             widths = Widths.of(gamma, router.layer, routing)
             recalls.append(ScoredRecall(cases, widths, min(routing.k, len(left))))
         return recalls

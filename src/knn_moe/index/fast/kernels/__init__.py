@@ -2,8 +2,8 @@
 
 Each size of a batch has its own kernels: decode.py, small_batch.py and prefill.py. scan.py and
 mix.py hold what they share. All of them compute the whole numbers of index/fast/scan.py, then
-the arithmetic of grid.py, equations/similarity.py and equations/mixing.py. Tests compare them with
-FastIndex.estimate, PackedValues.at and mix_logits. Only each list's best estimates reach memory.
+the arithmetic of index/fast/grid.py and of equations/. Tests compare them with FastIndex.estimate,
+PackedValues.at and mix_logits. Only each list's best estimates reach memory.
 
 Shapes: T queries, L lists, M keys, D input width, R dimensions of a code, N experts, K neighbours.
 Names in capitals are known when a kernel is compiled:
