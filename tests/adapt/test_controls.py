@@ -30,6 +30,7 @@ from knn_moe.adapt.controls import CONTROLS, shuffle_values
 from knn_moe.demo.texts import load_documentation
 from knn_moe.errors import ConfigError, MemoryMismatchError
 from knn_moe.explain.trace import LayerTrace, trace
+from knn_moe.methods import KnnMoe
 from knn_moe.recall.layer import RouterCall
 from knn_moe.recall.random_cases import draw_cases
 from knn_moe.tasks.likelihood import token_losses
@@ -122,6 +123,9 @@ def test_opened_attached_and_saved(
     assert not torch.equal(control, real)
     shuffled.save_pretrained(tmp_path / "control")
     again = RoutingMemory.from_pretrained(tmp_path / "control")
+    assert KnnMoe(again).facts() != KnnMoe(zoo_memory).facts()
+    assert "at random, seed 0" in (tmp_path / "control" / "README.md").read_text(encoding="utf8")
+    assert "at random, seed 0" in run_cli("inspect", tmp_path / "control").stdout
     with attach(zoo_olmoe, again):
         assert torch.equal(zoo_olmoe(prompt, use_cache=False).logits, control)
 

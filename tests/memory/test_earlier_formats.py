@@ -19,6 +19,8 @@ from safetensors.torch import load_file
 from helpers.near_ties import assert_no_near_ties
 from helpers.tiny import trained, words
 from knn_moe import BuildConfig, RoutingMemory, attach, build_memory
+from knn_moe.memory.files import read_config
+from knn_moe.memory.manifest import MemoryManifest
 
 FOLDER = Path(__file__).parent / "format-4"
 TEXTS = [
@@ -54,3 +56,12 @@ def test_the_same_texts_build_the_same_memory() -> None:
         torch.testing.assert_close(layer.keys, earlier[number].keys, rtol=0, atol=1e-4)
         torch.testing.assert_close(layer.values, earlier[number].values, rtol=0, atol=1e-3)
         assert layer.gamma == pytest.approx(earlier[number].gamma, rel=1e-4)
+
+
+def test_a_gate_is_dropped_with_a_warning() -> None:
+    """Format 4 could leave some tokens to the router; this version cannot, and says so."""
+    config = read_config(FOLDER / "strong")
+    manifest = MemoryManifest.from_dict(config)
+    gated = {**config, "routing": {**config["routing"], "gate": "entropy"}}
+    with pytest.warns(UserWarning, match="names a gate"):
+        assert MemoryManifest.from_dict(gated) == manifest
