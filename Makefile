@@ -28,7 +28,7 @@ test: lint types pytest  ## lint, types and tests
 pytest: $(STAMP)
 	$(BIN)/python $(PYTEST)
 
-test-fast: $(STAMP)  ## the tests that take less than about 1.5 seconds each
+test-fast: $(STAMP)  ## the tests that take less than about half a second each
 	$(BIN)/python $(PYTEST) -m 'not slow'
 
 # What a CPU's rounding could change. ATEN_CPU_CAPABILITY=default|avx2|avx512 emulates other CPUs.

@@ -50,6 +50,7 @@ def importers(library: str) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_a_library_that_may_be_missing_is_imported_in_one_place() -> None:
     assert importers("faiss") == ["index/faiss.py"]
     assert importers("peft") == ["methods/lora.py"]
@@ -57,6 +58,7 @@ def test_a_library_that_may_be_missing_is_imported_in_one_place() -> None:
     assert {Path(file).parent.as_posix() for file in importers("triton")} == {"index/fast/kernels"}
 
 
+@pytest.mark.slow
 def test_the_public_names_need_neither_faiss_nor_triton_nor_matplotlib() -> None:
     check = (
         "import sys; sys.modules |= dict.fromkeys(['faiss', 'triton', 'matplotlib'])\n"

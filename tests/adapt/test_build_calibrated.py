@@ -37,6 +37,7 @@ def owners_of(part: Part) -> list[int]:
     return sorted(part.reference.owners[part.windows].tolist())
 
 
+@pytest.mark.slow
 def test_a_candidate_s_loss_is_that_of_a_memory_built_so(
     olmoe: PreTrainedModel, zoo_tokenizer: PreTrainedTokenizerFast, sayings_memory: RoutingMemory
 ) -> None:
@@ -62,6 +63,7 @@ def test_a_candidate_s_loss_is_that_of_a_memory_built_so(
     assert tried[0].loss < judged[0].alone
 
 
+@pytest.mark.slow
 def test_where_experts_cannot_all_be_run_sparse_gradients_are_tried_at_every_rate(
     zoo_tokenizer: PreTrainedTokenizerFast,
 ) -> None:
@@ -87,6 +89,7 @@ def test_dense_targets_go_first_where_values_will_be_trained(
     assert sorted(ranked, key=id) == sorted(candidates, key=id)
 
 
+@pytest.mark.slow
 def test_a_memory_that_chooses_everything_without_the_examples_that_judge(
     olmoe: PreTrainedModel,
     zoo_tokenizer: PreTrainedTokenizerFast,
@@ -121,6 +124,7 @@ def test_a_memory_that_chooses_everything_without_the_examples_that_judge(
     assert not list(tmp_path.glob("*few*"))
 
 
+@pytest.mark.slow
 def test_values_are_trained_on_all_examples_in_the_end(
     olmoe: PreTrainedModel, sayings_memory: RoutingMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,6 +156,7 @@ def test_values_are_trained_on_all_examples_in_the_end(
         assert all(torch.equal(*rows) for rows in zip(one.rows, other.rows, strict=True))
 
 
+@pytest.mark.slow
 def test_the_calibrate_command_writes_what_it_finds(
     olmoe: PreTrainedModel, olmoe_folder: Path, sayings_folder: Path
 ) -> None:
@@ -178,6 +183,7 @@ def test_the_calibrate_command_writes_what_it_finds(
     assert f"| calibrated | {report['change']['difference']:+.3f} nats per token" in card
 
 
+@pytest.mark.slow
 def test_building_and_calibrating_at_once(
     olmoe_folder: Path, sayings_folder: Path, tmp_path: Path
 ) -> None:

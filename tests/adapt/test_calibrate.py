@@ -44,6 +44,7 @@ from knn_moe.routers.own_logits import compute_own_logits
 from knn_moe.support.progress import Progress
 
 
+@pytest.mark.slow
 def test_it_helps_on_unseen_text(
     olmoe: PreTrainedModel,
     zoo_tokenizer: PreTrainedTokenizerFast,
@@ -65,6 +66,7 @@ def test_it_helps_on_unseen_text(
     assert change.low < calibrated - alone < change.high
 
 
+@pytest.mark.slow
 def test_it_is_deterministic_also_in_inference_mode_and_with_the_examples_given(
     olmoe: PreTrainedModel,
     zoo_tokenizer: PreTrainedTokenizerFast,
@@ -80,6 +82,7 @@ def test_it_is_deterministic_also_in_inference_mode_and_with_the_examples_given(
         calibrate(olmoe, sayings_memory, sayings(40), QUICK)
 
 
+@pytest.mark.slow
 def test_a_memory_that_misleads_is_turned_off(
     olmoe: PreTrainedModel, zoo_tokenizer: PreTrainedTokenizerFast, sayings_memory: RoutingMemory
 ) -> None:
@@ -157,6 +160,7 @@ def test_what_cannot_be_calibrated(
         calibrate(olmoe, replace(sayings_memory, manifest=random), config=QUICK)
 
 
+@pytest.mark.slow
 def test_only_the_layers_that_the_memory_is_used_on_by_force_for_another_model(
     olmoe: PreTrainedModel, sayings_memory: RoutingMemory
 ) -> None:
@@ -206,6 +210,7 @@ def fitted_loss(
         )
 
 
+@pytest.mark.slow
 def test_more_steps_fit_better(olmoe: PreTrainedModel, sayings_memory: RoutingMemory) -> None:
     cases = open_cases(olmoe, sayings_memory)
     data = look_up(olmoe, sayings_memory, cases)
@@ -219,6 +224,7 @@ def test_more_steps_fit_better(olmoe: PreTrainedModel, sayings_memory: RoutingMe
     assert not any(router.scope._forward_pre_hooks for router in find_routers(olmoe))
 
 
+@pytest.mark.slow
 def test_values_are_rescaled_where_that_helps(
     olmoe: PreTrainedModel, sayings_memory: RoutingMemory
 ) -> None:
@@ -376,6 +382,7 @@ def test_values_that_are_not_finite(olmoe: PreTrainedModel, sayings_memory: Rout
         calibrate(olmoe, replace(sayings_memory, layers=layers, folder=None), config=QUICK)
 
 
+@pytest.mark.slow
 def test_values_may_stay(olmoe: PreTrainedModel, sayings_memory: RoutingMemory) -> None:
     kept = calibrate(olmoe, sayings_memory, config=replace(QUICK, value_rates=()))
     assert kept.helps
@@ -388,6 +395,7 @@ def test_values_may_stay(olmoe: PreTrainedModel, sayings_memory: RoutingMemory) 
     assert [trial.name for trial in again.trials] == ["widths, K = 4", "widths, K = 1"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gradient", ["sparse", "dense"])
 def test_values_are_trained_by_the_build_s_gradient_and_every_step_is_reported(
     gradient: str,

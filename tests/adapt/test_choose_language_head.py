@@ -24,6 +24,7 @@ from knn_moe.reference.provenance import owners
 from knn_moe.reference.splits import split
 
 
+@pytest.mark.slow
 def test_a_head_helps_on_unseen_text(
     olmoe: PreTrainedModel, zoo_tokenizer: PreTrainedTokenizerFast, sayings_memory: RoutingMemory
 ) -> None:
@@ -95,6 +96,7 @@ def test_what_is_tried_is_what_attaching_gives(
     torch.testing.assert_close(tokens.losses(head), expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_head(olmoe_folder: Path, sayings_folder: Path) -> None:
     arguments = ("calibrate", olmoe_folder, sayings_folder, "-k", 4, "--value-rate", 0.3, "--head")
     tried = run_cli(*arguments, "--dry-run", "--json")

@@ -63,6 +63,7 @@ def ids(zoo_tokenizer: Any) -> Tensor:
     return torch.cat([encode(zoo_tokenizer, text) for text in texts])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "times"), [("fast", 3.5), ("ivfpq", 3), ("faiss-flat", 1.6)])
 def test_it_is_smaller(
     kind: str, times: float, uneven_memory: RoutingMemory, tmp_path: Path
@@ -159,6 +160,7 @@ def test_one_that_is_not_whole_is_refused(
     assert name in str(error.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("asked", "says"),
     [

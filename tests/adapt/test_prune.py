@@ -100,6 +100,7 @@ def double_loss(model: PreTrainedModel, batch: Batch) -> float:
     return float(losses[batch.scored[:, :-1]].sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_score_is_what_the_loss_gains_without_the_case(
     index: int, distinct_memory: RoutingMemory
@@ -169,6 +170,7 @@ def test_what_is_kept_is_as_it_was(
         assert 0.3 < float((rows < len(small_memory) / 2).float().mean()) < 0.7
 
 
+@pytest.mark.slow
 def test_a_pruned_memory_helps_more_than_a_random_part(
     olmoe: PreTrainedModel, zoo_tokenizer: PreTrainedTokenizerFast, small_memory: RoutingMemory
 ) -> None:
@@ -266,6 +268,7 @@ def test_what_cannot_be_pruned(
         prune(None, small_memory, by="chance", folder=tmp_path / "small")
 
 
+@pytest.mark.slow
 def test_a_memory_pruned_by_chance_is_calibrated_on_its_own_examples(
     olmoe: PreTrainedModel, zoo_tokenizer: PreTrainedTokenizerFast
 ) -> None:
@@ -277,6 +280,7 @@ def test_a_memory_pruned_by_chance_is_calibrated_on_its_own_examples(
     assert len(found.apply(small)) == len(small)
 
 
+@pytest.mark.slow
 def test_a_memory_pruned_by_loss_is_not_judged_by_its_own_examples(
     olmoe: PreTrainedModel, zoo_tokenizer: PreTrainedTokenizerFast, small_memory: RoutingMemory
 ) -> None:

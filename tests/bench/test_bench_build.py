@@ -11,6 +11,7 @@ from helpers.commands import run_cli
 WAYS = ["plain: one sequence at a time, eager", "model only", "end to end, memory on disk"]
 
 
+@pytest.mark.slow
 def test_every_way_to_build_is_measured() -> None:
     sizes = ["--sequences", "3", "--plain-sequences", "2", "--length", "8", "--grow", "4"]
     result = run_cli("bench", "build", "--device", "cpu", *sizes, "--json")

@@ -69,6 +69,7 @@ def assert_refused(result: Result, *says: str) -> None:
     assert all(part in " ".join(result.stderr.split()) for part in says), result.stderr
 
 
+@pytest.mark.slow
 def test_a_layer_alone() -> None:
     found = in_json(*LAYER, "--grow", 500)
     names = ["exact", "faiss-flat", "ivfpq", "ivfpq,rerank", "fast", "fast,dims=64,rerank"]
@@ -97,6 +98,7 @@ def test_a_layer_in_a_table() -> None:
     assert "ivfpq" not in result.stdout
 
 
+@pytest.mark.slow
 def test_a_running_model() -> None:
     found = in_json(*MODEL, "--no-compile", "--batch", 2)
     whats = ["prefill of 32 tokens", "decode, batch 1, eager", "decode, batch 2, eager"]
@@ -111,6 +113,7 @@ def test_a_running_model() -> None:
     assert found["settings"]["keys"] == 500
 
 
+@pytest.mark.slow
 def test_compiled_steps_are_left_out_on_a_cpu() -> None:
     result = retrieval(*MODEL, "--index", "exact")
     assert result.exit_code == 0
@@ -120,6 +123,7 @@ def test_compiled_steps_are_left_out_on_a_cpu() -> None:
     assert "need a GPU" not in retrieval(*MODEL, "--index", "exact", "--no-compile").stderr
 
 
+@pytest.mark.slow
 def test_plots(tmp_path: Path) -> None:
     layer, model = tmp_path / "layer.svg", tmp_path / "model.png"
     result = retrieval(*LAYER, "--index", "fast", "--grow", 500, "--plot", layer)

@@ -158,6 +158,7 @@ def test_a_tokenizer_of_another_model_is_told(zoo_olmoe: PreTrainedModel) -> Non
         build_memory(zoo_olmoe, number_tokenizer(1000), ["3 500"])
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_built_on_all_the_same(
     zoo_olmoe: PreTrainedModel, zoo_tokenizer: object, compiled_state: None
 ) -> None:
@@ -245,6 +246,7 @@ BUILD_SCRIPT = textwrap.dedent(
 )
 
 
+@pytest.mark.slow
 def test_after_a_kill_it_goes_on_and_gives_the_same_memory(
     zoo_olmoe: PreTrainedModel, zoo_tokenizer: object, tmp_path: Path
 ) -> None:

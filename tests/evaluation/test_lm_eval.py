@@ -300,6 +300,7 @@ def test_a_memory_of_another_model_is_refused(
         KnnMoeLM(tiny_olmoe, memory=memory_folder, tokenizer=tiny_tokenizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["detached", "deleted"])
 def test_no_hook_is_left(
     end: str, tiny_olmoe: Any, tiny_tokenizer: Any, memory_folder: str

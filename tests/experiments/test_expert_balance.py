@@ -13,6 +13,7 @@ from corpus import load_validation_windows
 from expert_balance import describe_expert_balance, divergence, expert_shares, losses_by_domain
 
 
+@pytest.mark.slow
 def test_losses_are_the_models_own(
     least_model: Any, small_tokenizer: Any, small_data: Path
 ) -> None:

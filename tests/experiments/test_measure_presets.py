@@ -24,6 +24,7 @@ def measured(
     return found
 
 
+@pytest.mark.slow
 def test_a_measurement_says_what_was_measured(measured: dict[str, Any]) -> None:
     assert measured.keys() == {"model", "sequences", "device", "table", "growth"}
     assert (measured["model"], measured["sequences"], measured["device"]) == ("least", 2, "CPU")

@@ -139,6 +139,7 @@ def test_bf16_weights_are_rounded_from_fp32_ones() -> None:
         assert torch.equal(one, two.bfloat16())
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss(finished_run: TrainingRun, small_data: Path) -> None:
     found = read_training(finished_run.out / "least")
     assert found["history"]["valid"][-1] < 0.75 * math.log(RECIPE.config["vocab_size"])
@@ -183,6 +184,7 @@ def test_active_parameters_leave_out_the_experts_not_chosen(least_model: Any) ->
     assert train.active_parameters(least_model) == total - idle
 
 
+@pytest.mark.slow
 def test_the_command_trains_the_same_model_again(
     finished_run: TrainingRun, small_data: Path, tmp_path: Path
 ) -> None:
@@ -203,6 +205,7 @@ def test_the_command_trains_the_same_model_again(
     assert tokenizers[0].read_bytes() == tokenizers[1].read_bytes()
 
 
+@pytest.mark.slow
 def test_another_seed_trains_another_model(finished_run: TrainingRun) -> None:
     other = replace(RECIPE, name="other", seed=1)
     train.train(other, replace(finished_run, max_steps=3))

@@ -78,6 +78,7 @@ def explain_and_check_counts(
     return explanation
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "similarity"),
     [*((kind, "rbf") for kind in KINDS), ("fast", "rbf-unit"), ("fast", "cosine")],
@@ -93,6 +94,7 @@ def test_every_index_and_similarity(
     assert sum(same) >= len(same) * 0.6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fast", "ivfpq"])
 def test_compressed_memories(
     kind: str, many: RoutingMemory, prompt: Tensor, tmp_path: Path

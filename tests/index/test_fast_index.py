@@ -93,6 +93,7 @@ def test_all_lists_at_eight_bits_find_what_exact_search_finds(
     assert ((distance - exact) / exact).abs().quantile(0.9) < 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("width", "dims", "dtype"),
     [(64, None, torch.float32), (300, None, torch.bfloat16), (300, 128, torch.float16)],

@@ -62,6 +62,7 @@ def test_recall_and_search(path: str, case: LayerCase, monkeypatch: pytest.Monke
     check_search(layer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_decoding_in_half_precision(dtype: torch.dtype) -> None:
     """The other kernels need a matrix product that a CPU does not have: see tests/gpu."""
@@ -69,6 +70,7 @@ def test_decoding_in_half_precision(dtype: torch.dtype) -> None:
     check_recall(layer, layer.recall)
 
 
+@pytest.mark.slow
 def test_a_program_for_each_list_and_a_second_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_PROGRAMS", 100)
     layer = Layer(LayerCase(queries=1, k=2))
@@ -80,6 +82,7 @@ def test_a_program_for_each_list_and_a_second_call(monkeypatch: pytest.MonkeyPat
     assert torch.equal(second[1], weight)
 
 
+@pytest.mark.slow
 def test_more_queries_than_are_served_at_once(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_AT_ONCE", 3)
     layer = Layer(LayerCase(queries=SMALL_BATCH, k=1, probes=1, padded=True))
@@ -87,6 +90,7 @@ def test_more_queries_than_are_served_at_once(path: str, monkeypatch: pytest.Mon
     check_search(layer)
 
 
+@pytest.mark.slow
 def test_with_nothing_to_correct_distances_are_the_same_to_the_last_bit(path: str) -> None:
     layer = Layer(LayerCase(queries=SMALL_BATCH, k=2, probes=1))
     layer.index.correction.zero_()
@@ -113,6 +117,7 @@ def test_as_many_neighbours_as_there_are_bins() -> None:
     check_search(Layer(LayerCase(queries=1, k=BINS, probes=1)))
 
 
+@pytest.mark.slow
 def test_of_equal_keys_the_first_places_are_found(path: str) -> None:
     layer = Layer(LayerCase(queries=2, k=4, probes=100))
     layer.index.codes[:] = layer.index.codes[0]
@@ -121,6 +126,7 @@ def test_of_equal_keys_the_first_places_are_found(path: str) -> None:
     assert places.tolist() == [[0, 1, 2, 3]] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("queries", "far"), [(1, 1e15), (SMALL_BATCH, 1e2)])
 def test_a_query_far_from_everything_keeps_its_logits(far: float, queries: int) -> None:
     layer = Layer(LayerCase(queries=queries, k=2, probes=1))
@@ -138,6 +144,7 @@ def test_where_no_neighbour_is_similar_the_logits_are_kept() -> None:
     assert torch.equal(mixed, layer.logits)
 
 
+@pytest.mark.slow
 @decode_and_small_batch
 def test_experts_with_equal_logits_are_chosen_from_the_first_on(queries: int) -> None:
     """Nothing changes while ties stay ties; a logit that leaves a tie changes the choice."""
@@ -160,6 +167,7 @@ def test_no_queries() -> None:
     assert distance.shape == places.shape == (0, 2)
 
 
+@pytest.mark.slow
 @decode_and_small_batch
 def test_inputs_that_are_not_contiguous_and_logits_that_are_not_aligned(queries: int) -> None:
     layer = Layer(LayerCase(queries=queries, k=1, probes=1))
@@ -169,6 +177,7 @@ def test_inputs_that_are_not_contiguous_and_logits_that_are_not_aligned(queries:
     check_recall(layer, layer.fused())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, about NaN
 @pytest.mark.parametrize(
     ("path", "queries"), [("decode", 2), ("small_batch", SMALL_BATCH), ("prefill", SMALL_BATCH)]
@@ -219,6 +228,7 @@ def test_coarse_distances_order_the_lists_as_grid_points_do(dtype: torch.dtype) 
     assert (found[:, 0] == expected[:, 0]).float().mean() > 0.97
 
 
+@pytest.mark.slow
 def test_an_index_of_real_numbers() -> None:
     """Where distances are rounded, nearly all places are the same."""
     keys, queries = split(clustered(600, 40).to(DEVICE), queries=SMALL_BATCH)
@@ -241,6 +251,7 @@ def test_the_index_and_the_kernels_share_the_projection() -> None:
     assert not fused_layer.state_dict()
 
 
+@pytest.mark.slow
 def test_kernels_replace_the_estimates() -> None:
     layer = Layer(LayerCase(queries=3, k=3))
     expected = layer.index.search(layer.inputs, 3)

@@ -216,6 +216,7 @@ def test_bfloat16(zoo_tokenizer: object, prompt: torch.Tensor) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_compiled(
     zoo_olmoe: PreTrainedModel,
     zoo_memory: RoutingMemory,
@@ -238,6 +239,7 @@ def test_compiled(
         torch.testing.assert_close(compiled(prompt, use_cache=False).logits, base)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_does_not_recompile_at_each_call(
     zoo_olmoe: PreTrainedModel,
     zoo_memory: RoutingMemory,

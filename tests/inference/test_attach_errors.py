@@ -107,6 +107,7 @@ def test_a_router_that_is_never_called_is_told(
     assert "detached" in repr(routing)
 
 
+@pytest.mark.slow
 def test_a_router_that_is_never_called_is_told_of_compiled_models(
     zoo_olmoe: PreTrainedModel,
     zoo_memory: RoutingMemory,

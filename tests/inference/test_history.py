@@ -162,6 +162,7 @@ def test_a_cache_from_before(
                 routing.explain()
 
 
+@pytest.mark.slow
 def test_a_compiled_model(
     zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, prompt: Tensor, compiled_state: None
 ) -> None:
@@ -190,6 +191,7 @@ def test_a_compiled_model(
         assert routing.explain(prompt).to_dict() == expected
 
 
+@pytest.mark.slow
 def test_a_prompt_read_eagerly_and_compiled_steps(
     zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, prompt: Tensor, compiled_state: None
 ) -> None:

@@ -173,6 +173,7 @@ def test_generation_with_a_cache_is_generation_without(
     assert written() == alone
 
 
+@pytest.mark.slow
 def test_compiled_it_says_the_same(zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory) -> None:
     with attach(zoo_olmoe, zoo_memory, with_head(zoo_memory)):
         expected = read(zoo_olmoe)
@@ -319,6 +320,7 @@ def test_padding_makes_no_difference(zoo_olmoe: PreTrainedModel, zoo_memory: Rou
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_what_a_run_left_behind_is_no_part_of_the_next(
     zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory
 ) -> None:

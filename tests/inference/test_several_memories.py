@@ -107,6 +107,7 @@ def test_generating(family_model: PreTrainedModel, memories: dict[str, RoutingMe
         assert torch.equal(beams[2 * row : 2 * row + 2], alone[2 * row : 2 * row + 2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family_model", ["olmoe"], indirect=True)
 def test_compiled(memories: dict[str, RoutingMemory], family_model: PreTrainedModel) -> None:
     """The choice is no constant of the graph."""

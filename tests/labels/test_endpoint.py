@@ -25,6 +25,7 @@ def judge_at(endpoint: Endpoint, **options: Any) -> EndpointJudge:
     return EndpointJudge(endpoint.url, "judge-1", pause=0.0, **options)
 
 
+@pytest.mark.slow
 def test_the_judge_gets_the_prompt_and_the_answer(endpoint: Endpoint) -> None:
     endpoint.replies = [(200, "Score: 9/10")]
     assert judge_at(endpoint, api_key=KEY)("Who opened the door?", "She did.") == 0.9
@@ -37,6 +38,7 @@ def test_the_judge_gets_the_prompt_and_the_answer(endpoint: Endpoint) -> None:
     assert endpoint.headers[0]["Authorization"] == f"Bearer {KEY}"
 
 
+@pytest.mark.slow
 def test_the_key_comes_from_the_environment_and_is_never_shown(
     endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -55,6 +57,7 @@ def test_the_key_comes_from_the_environment_and_is_never_shown(
         assert KEY not in shown
 
 
+@pytest.mark.slow
 def test_temporary_errors_are_tried_again(endpoint: Endpoint) -> None:
     endpoint.error_headers = {"Retry-After": "0"}
     endpoint.replies = [(429, b"slow down"), (503, b"busy"), (200, "7")]
@@ -66,6 +69,7 @@ def test_temporary_errors_are_tried_again(endpoint: Endpoint) -> None:
     assert len(endpoint.requests) == 6
 
 
+@pytest.mark.slow
 def test_a_redirect_is_not_followed(endpoint: Endpoint) -> None:
     endpoint.error_headers = {"Location": f"{endpoint.url}/elsewhere"}
     endpoint.replies = [(302, b"")]
@@ -74,6 +78,7 @@ def test_a_redirect_is_not_followed(endpoint: Endpoint) -> None:
     assert len(endpoint.requests) == 1
 
 
+@pytest.mark.slow
 def test_a_server_that_is_not_such_an_endpoint_is_named(endpoint: Endpoint) -> None:
     endpoint.replies = [(200, b"<html>")]
     with pytest.raises(LabelError, match="did not reply in JSON"):

@@ -122,6 +122,7 @@ def test_the_drop_command(zoo_memory: RoutingMemory, tmp_path: Path) -> None:
     assert facts["cases"] + facts["dropped"] == len(zoo_memory)
 
 
+@pytest.mark.slow
 def test_appending_is_building_both(saved_model: Path, tmp_path: Path) -> None:
     first, more = make_texts(5), make_texts(4, seed=1)
     for name, texts in (("first", first), ("more", more), ("both", first + more)):

@@ -49,6 +49,7 @@ def test_it_gives_the_logits_it_gave(name: str) -> None:
     assert not torch.allclose(logits, expected["alone"], atol=1e-3)
 
 
+@pytest.mark.slow
 def test_the_same_texts_build_the_same_memory() -> None:
     earlier = RoutingMemory.from_pretrained(FOLDER / "strong").full_layers()
     built = build_memory(trained("tiny-olmoe"), words(), TEXTS, BuildConfig(preset="strong"))

@@ -63,6 +63,7 @@ def run(
     return found.samples
 
 
+@pytest.mark.slow
 def test_only_what_the_model_answers_correctly_is_kept(
     c3po_context: TaskContext, reference: SolvedReference, tmp_path: Path
 ) -> None:
@@ -148,6 +149,7 @@ def near_of(reference: SolvedReference, question: Question) -> list[tuple[int, f
     return neighbours_by_hand((keys @ reference.keys.T)[0], CONFIG)
 
 
+@pytest.mark.slow
 def test_descent_is_that_of_a_loop_without_cache(
     tiny_olmoe: PreTrainedModel,
     reference: SolvedReference,
@@ -213,6 +215,7 @@ def test_modes_are_found_by_mean_shift(
         torch.testing.assert_close(found[row], routing, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS.values())
 def test_only_core_experts_move_and_none_without_neighbours(
     variant: type[C3po], reference: SolvedReference, layers: LastLayers, questions: list[Question]
@@ -259,6 +262,7 @@ def test_a_run_changes_answers_and_leaves_the_model_as_it_was(
     assert all(ours.nll == pytest.approx(theirs.nll, abs=1e-5) for ours, theirs in pairs)
 
 
+@pytest.mark.slow
 def test_without_a_step_it_is_the_model_alone(
     c3po_context: TaskContext, reference: SolvedReference, tmp_path: Path
 ) -> None:

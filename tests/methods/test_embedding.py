@@ -39,6 +39,7 @@ def packaged() -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_vectors_are_those_of_the_plain_model() -> None:
     """Mean pooling of the last layer, by transformers alone."""
     found = load_embedder(PACKAGED)(TEXTS)
@@ -82,6 +83,7 @@ def test_the_papers_model_is_used_if_it_is_downloaded(nothing_downloaded: Path) 
     assert found(TEXTS).shape == (3, 384)
 
 
+@pytest.mark.slow
 def test_the_environment_variable_comes_first(
     nothing_downloaded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,6 +60,7 @@ def nearest(data: TaskData, row: Row) -> list[Row]:
     return [data.reference[place] for place in order[-5:]]
 
 
+@pytest.mark.slow
 def test_the_papers_prompt_with_the_most_similar_questions(
     tiny_olmoe: Any, tiny_tokenizer: Any
 ) -> None:
@@ -84,6 +85,7 @@ def test_the_papers_prompt_with_the_most_similar_questions(
         assert (after.id, after.hash, after.row) == (before.id, before.hash, before.row)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bare", [False, True])
 def test_prompts_by_likelihood_show_right_choices(
     bare: bool, tiny_olmoe: Any, tiny_tokenizer: Any
@@ -127,6 +129,7 @@ def test_other_kinds_show_solved_prompts(
     assert tiny_tokenizer.decode(after.ids) == "\n\n".join([*blocks, kind.prompt(made[0])])
 
 
+@pytest.mark.slow
 def test_a_run_can_be_compared_and_leaves_the_model_as_it_was(
     tiny_olmoe: Any, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:

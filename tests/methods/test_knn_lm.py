@@ -117,6 +117,7 @@ def check_mixture(context: TaskContext, ids: Tensor, temperature: float) -> None
     torch.testing.assert_close(logits.softmax(dim=-1), expected, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_mixture_is_that_of_a_plain_loop(each_context: TaskContext) -> None:
     ids = each_context.tokenizer("the green stone, some rain")["input_ids"]
     check_mixture(each_context, torch.tensor(ids), temperature=90)

@@ -18,6 +18,7 @@ from knn_moe.methods.training_loop import train
 from knn_moe.support.embedded_models import EMBEDDED_MODELS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EMBEDDED_MODELS)
 def test_every_linear_map_gets_an_adapter_that_learns(name: str, tiny_tokenizer: Any) -> None:
     """As plain weights they give the same logits as they gave as adapters."""

@@ -52,6 +52,7 @@ def disturb(own: Tensor) -> Tensor:
     return own + torch.randn(own.shape, generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (2, 1, 4, 3)])
 def test_a_run_and_its_gradient_are_those_of_the_whole_model(
     sizes: tuple[int, ...], each_model: PreTrainedModel, layers: LastLayers
@@ -118,6 +119,7 @@ def record_routing(layers: LastLayers, run: Any, rows: int) -> Tensor:
     return torch.stack(seen[: len(layers.routers)], dim=1)
 
 
+@pytest.mark.slow
 def test_a_prompts_own_routing_gives_the_same_answer(
     each_model: PreTrainedModel, layers: LastLayers
 ) -> None:
@@ -170,6 +172,7 @@ def test_choice_scores_equal_a_plain_loop_with_the_same_routing(
     torch.testing.assert_close(losses, alone, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [(4, 9), (1, 1)])
 def test_generation_equals_a_plain_loop_with_the_same_routing(
     lengths: tuple[int, int], each_model: PreTrainedModel, layers: LastLayers

@@ -107,6 +107,7 @@ class KilledError(Exception):
     pass
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_result(
     contexts: dict[str, TaskContext], tmp_path: Path
 ) -> None:

@@ -46,6 +46,7 @@ def test_the_search_goes_beyond_an_outermost_best_rate(
     assert [run.rate for run in runs if run.changes is not None] == [best]
 
 
+@pytest.mark.slow
 @BOTH
 @pytest.mark.parametrize("name", ["tiny-olmoe", "tiny-gpt-oss"])
 def test_the_model_is_left_as_it_was(prepare: Any, name: str, tiny_tokenizer: Any) -> None:
@@ -89,6 +90,7 @@ def test_router_sft_changes_routers_only(name: str, tiny_tokenizer: Any) -> None
     assert method.facts()["trainable_parameters"] == sum(before[key].numel() for key in routers)
 
 
+@pytest.mark.slow
 @BOTH
 def test_a_bf16_model_is_tuned(prepare: Any, tiny_tokenizer: Any) -> None:
     model = trained("tiny-olmoe", torch.bfloat16)
@@ -119,6 +121,7 @@ def test_the_facts_say_what_was_done(tiny_olmoe: Any, tiny_tokenizer: Any) -> No
     assert steps[-1] == ("lr 0.009, epoch 2", 6, 6)
 
 
+@pytest.mark.slow
 def test_the_same_seed_learns_the_same(tiny_olmoe: Any, tiny_tokenizer: Any) -> None:
     one, two, other = (
         prepare_router_sft(quiz_context(tiny_olmoe, tiny_tokenizer, seed=seed), QUICK).facts()
@@ -128,6 +131,7 @@ def test_the_same_seed_learns_the_same(tiny_olmoe: Any, tiny_tokenizer: Any) -> 
     assert one["validation_loss"] != other["validation_loss"]
 
 
+@pytest.mark.slow
 def test_a_tuned_model_answers(tiny_olmoe: Any, tiny_tokenizer: Any, tmp_path: Path) -> None:
     context = quiz_context(tiny_olmoe, tiny_tokenizer)
     scoring = EvalConfig(scoring="likelihood", batch_size=4)

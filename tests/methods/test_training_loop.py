@@ -165,6 +165,7 @@ def test_the_loop_is_plain_adamw(unfreeze: Any, name: str, tiny_tokenizer: Any) 
     assert last < validation_loss(model, split, 4) - 0.1
 
 
+@pytest.mark.slow
 def test_the_best_epoch_is_kept(tiny_olmoe: Any, tiny_tokenizer: Any) -> None:
     """With far too high a rate the loss rises again, and an earlier epoch's weights count."""
     split = quiz_split(tiny_olmoe, tiny_tokenizer)

@@ -62,6 +62,7 @@ def ids(zoo_tokenizer: Any) -> Tensor:
     return torch.cat([encode(zoo_tokenizer, text) for text in texts])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "similarity"),
     [
@@ -177,6 +178,7 @@ def test_gamma_is_the_memorys_own_whatever_its_routing_says(
     assert 0 <= quality.confidence_error <= 1  # γ is past fp32
 
 
+@pytest.mark.slow
 def test_what_is_asked_of_a_compressed_index(
     uneven_model: PreTrainedModel, uneven_memory: RoutingMemory, ids: Tensor, tmp_path: Path
 ) -> None:

@@ -94,6 +94,7 @@ def test_two_routers_of_one_layer_are_counted_up() -> None:
     assert [router.layer for router in find_routers(Twice())] == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_the_fingerprint_is_of_the_weights(zoo_olmoe: PreTrainedModel) -> None:
     own = identify(zoo_olmoe, find_routers(zoo_olmoe))
     assert identify(family("olmoe"), find_routers(family("olmoe"))) == own

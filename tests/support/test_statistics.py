@@ -70,6 +70,7 @@ def test_equals_a_plain_loop(weighted: bool) -> None:
         assert 0.02 < quick.p < 0.98
 
 
+@pytest.mark.slow
 def test_equals_scipy() -> None:
     stats = pytest.importorskip("scipy.stats")
     draw = np.random.default_rng(4)
@@ -89,6 +90,7 @@ def test_p_by_counting() -> None:
     assert result.p == pytest.approx(2 * 7 / 27, abs=0.01)
 
 
+@pytest.mark.slow
 @given(pair=scores, shift=st.integers(-1000, 1000))
 @steady
 def test_the_same_shift_in_both_changes_nothing(pair: np.ndarray, shift: int) -> None:

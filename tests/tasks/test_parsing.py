@@ -70,6 +70,7 @@ def test_the_tables_are_long_and_have_no_duplicates() -> None:
         assert len({case[:-1] for case in cases}) == len(cases)
 
 
+@pytest.mark.slow
 @given(output=texts, count=st.integers(0, 30))
 @steady
 def test_any_text_can_be_parsed(output: str, count: int) -> None:

@@ -147,11 +147,13 @@ def test_the_environment_is_empty(outside: Outside) -> None:
     assert set(outcome.reason.split("'")[1::2]) <= {"HOME", "TMPDIR", "LC_CTYPE"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", ["while True: pass", "import time\ntime.sleep(1e6)"])
 def test_endless_programs_time_out(program: str) -> None:
     assert run_program(program, SHORT) == Outcome(False, "timed out")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["print('x' * 4096)", "sys.stderr.write('x')", "os.write(1, b'x')"])
 def test_endless_output_is_discarded(how: str) -> None:
     outcome = run_program(f"import os, sys\nwhile True: {how}", SHORT)
@@ -174,6 +176,7 @@ def test_files_are_bounded() -> None:
     assert run_program(many, limits) == Outcome(False, "not allowed: so many files")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [None, 10**9])
 def test_deep_recursion_ends(limit: int | None) -> None:
     deep = "import sys\ndef f(x): return f([x]) and repr(x)\n"
