@@ -13,9 +13,10 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.multiprocessing as processes
@@ -231,21 +232,48 @@ def load_imbalance(logits: Tensor, top_k: int) -> Tensor:
     return logits.shape[-1] * shares.sum(dim=-1).mean()
 
 
-class MasterAdamW:
-    """AdamW on fp32 copies of bf16 weights, so that small steps are not lost in rounding."""
+class OptimiserSettings(Protocol):
+    """What the optimiser and the learning rate need of a recipe."""
 
-    def __init__(self, model: Any, recipe: Recipe) -> None:
-        self.clip = recipe.clip
-        self.weights = [p for p in model.parameters() if p.requires_grad]
+    @property
+    def learning_rate(self) -> float: ...
+    @property
+    def warmup(self) -> float: ...
+    @property
+    def weight_decay(self) -> float: ...
+    @property
+    def clip(self) -> float: ...
+
+
+class MasterAdamW:
+    """AdamW on fp32 copies of bf16 weights, so that small steps are not lost in rounding.
+
+    Args:
+        model: The model; its frozen weights are left alone.
+        settings: Weight decay, which spares vectors, and the norm that gradients are clipped to.
+        factor: Maps the name of a weight to the multiple of the learning rate it is trained with.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        settings: OptimiserSettings,
+        factor: Callable[[str], float] = lambda name: 1.0,
+    ) -> None:
+        self.clip = settings.clip
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.weights = [weight for _, weight in named]
         self.masters = [weight.detach().float() for weight in self.weights]
-        decayed = [m for m in self.masters if m.ndim >= 2]
-        plain = [m for m in self.masters if m.ndim < 2]
+        groups: dict[tuple[float, float], list[Tensor]] = {}
+        for (name, _), master in zip(named, self.masters, strict=True):
+            decay = settings.weight_decay if master.ndim >= 2 else 0.0
+            groups.setdefault((decay, factor(name)), []).append(master)
         self.optimiser = torch.optim.AdamW(
             [
-                {"params": decayed, "weight_decay": recipe.weight_decay},
-                {"params": plain, "weight_decay": 0.0},
+                {"params": masters, "weight_decay": decay, "factor": multiple}
+                for (decay, multiple), masters in groups.items()
             ],
-            lr=recipe.learning_rate,
+            lr=settings.learning_rate,
             betas=(0.9, 0.95),
             fused=self.masters[0].is_cuda,
         )
@@ -254,7 +282,7 @@ class MasterAdamW:
     def step(self, learning_rate: float) -> None:
         """Clip the gradients, update the weights and clear the gradients."""
         for group in self.optimiser.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group["factor"]
         for master, weight in zip(self.masters, self.weights, strict=True):
             master.grad = torch.zeros_like(master) if weight.grad is None else weight.grad.float()
             weight.grad = None
@@ -263,12 +291,12 @@ class MasterAdamW:
         torch._foreach_copy_(self.weights, self.masters)
 
 
-def learning_rate(progress: float, recipe: Recipe) -> float:
+def learning_rate(progress: float, settings: OptimiserSettings) -> float:
     """Return the rate after a share of the steps: linear warm-up, then a cosine to a twentieth."""
-    if progress < recipe.warmup:
-        return recipe.learning_rate * progress / recipe.warmup
-    turn = (progress - recipe.warmup) / (1 - recipe.warmup)
-    return recipe.learning_rate * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * turn)))
+    if progress < settings.warmup:
+        return settings.learning_rate * progress / settings.warmup
+    turn = (progress - settings.warmup) / (1 - settings.warmup)
+    return settings.learning_rate * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * turn)))
 
 
 def active_parameters(model: Any) -> int:

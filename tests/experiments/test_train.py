@@ -23,7 +23,11 @@ from helpers.small_corpus import RECIPE, STEPS
 from knn_moe.support.embedded_models import EMBEDDED_MODELS, embedded_model
 from train import MasterAdamW, Recipe, TrainingRun, learning_rate, load_imbalance, make_model
 
-RECIPES = sorted((Path(train.__file__).parent / "recipes").glob("*.json"))
+RECIPES = sorted(
+    path
+    for path in (Path(train.__file__).parent / "recipes").glob("*.json")
+    if not path.stem.startswith("smol-")  # these are for train_smol_moe.py
+)
 
 
 def read_training(folder: Path) -> dict[str, Any]:
