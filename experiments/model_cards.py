@@ -111,7 +111,7 @@ an even share, the least busy {min(training["experts"]["idlest"]):.2f} times. Th
 expert use differs between domains: the Jensen-Shannon divergence in bits, averaged over the layers
 (0: the same use, 1: different experts).
 
-{_divergence_table(training)}
+{divergence_table(training)}
 """
 
 
@@ -155,7 +155,8 @@ def _losses_table(training: Row) -> str:
     return "\n".join(lines)
 
 
-def _divergence_table(training: Row) -> str:
+def divergence_table(training: Row) -> str:
+    """Return the table of how expert use differs between domains."""
     found = training["experts"]["divergence"]
     lines = ["| | " + " | ".join(found) + " |", "|---|" + "---|" * len(found)]
     for one, others in found.items():

@@ -59,11 +59,12 @@ def load_dense(path: Path) -> Any:
 
     reader = GGUFReader(path)
     config = read_config(reader)
-    weights = {}
+    weights: dict[str, Tensor] = {}
     for tensor in reader.tensors:
-        weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type)).float()
+        # torch.tensor copies: what dequantize returns may be the file itself, which is read-only.
+        weight = torch.tensor(dequantize(tensor.data, tensor.tensor_type), dtype=torch.float32)
         weights.update([_convert(tensor.name, weight, config)])
-    model: Any = LlamaForCausalLM(config)
+    model: Any = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
     missing, unexpected = model.load_state_dict(weights, strict=False)
     if unexpected or set(missing) - {"lm_head.weight"}:
         raise ValueError(f"{path} is no Llama model: missing {missing}, unexpected {unexpected}.")
@@ -103,25 +104,24 @@ def read_config(reader: Any) -> LlamaConfig:
     )
 
 
-def _convert(name: str, weight: Tensor, config: LlamaConfig) -> tuple[str, Tensor]:
+def _convert(name: str, weight: Tensor, config: Any) -> tuple[str, Tensor]:
     """Return a tensor under transformers' name, with its rows in transformers' order."""
     if name in _WHOLE_MODEL:
         return _WHOLE_MODEL[name], weight
     _, layer, kind, _ = name.split(".")
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    if kind in heads:
-        weight = restore_rows(weight, heads[kind])
+    if kind in ("attn_q", "attn_k"):
+        weight = restore_rows(weight, config.head_dim)
     return f"model.layers.{layer}.{_IN_A_LAYER[kind]}.weight", weight
 
 
-def restore_rows(weight: Tensor, heads: int | None) -> Tensor:
+def restore_rows(weight: Tensor, head_dim: int) -> Tensor:
     """Undo llama.cpp's order of the rows of a query or key projection.
 
     llama.cpp rotates neighbouring rows of a head; transformers rotates its two halves.
 
     Shapes: weight [heads × head_dim, d].
     """
-    pairs = weight.view(heads, -1, 2, weight.shape[1])
+    pairs = weight.view(-1, head_dim // 2, 2, weight.shape[1])
     return pairs.transpose(1, 2).reshape(weight.shape)
 
 

@@ -42,6 +42,7 @@ from knn_moe.routers.find import find_routers
 from knn_moe.routers.grouped_experts import use_grouped_experts
 from knn_moe.routers.intercept import RouterHook
 from knn_moe.routers.model_state import install_hooks
+from smol_card import smol_card
 from smollm2 import check_knowledge, find_gguf, load_dense, load_tokenizer
 from train import MasterAdamW, active_parameters, learning_rate, load_imbalance
 from upcycle import Mixture, Weights, feed_forwards, is_feed_forward, mix
@@ -258,6 +259,7 @@ def make_form(
     folder = run.out / recipe.name
     model.save_pretrained(folder)
     write_json(folder / "training.json", report)
+    (folder / "README.md").write_text(smol_card(report), encoding="utf8")
 
 
 def train_mixture(model: Any, training: Training, texts: Texts, run: Run) -> dict[str, Any]:
