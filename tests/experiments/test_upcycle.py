@@ -1,67 +1,46 @@
-"""experiments/upcycle.py: a mixture of equal copies computes what the dense model computes."""
+"""experiments/upcycle.py: a mixture starts as a mixture of whole feed-forwards."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
-from upcycle import Mixture, feed_forwards, mix
-
-FORMS = {
-    "shards": Mixture(
-        "mixtral",
-        {"num_local_experts": 12, "num_experts_per_tok": 8, "intermediate_size": 8},
-    ),
-    "whole": Mixture(
-        "mixtral",
-        {"num_local_experts": 3, "num_experts_per_tok": 2, "intermediate_size": 32},
-    ),
-    "shared": Mixture(
-        "glm4_moe",
-        {
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 4,
-            "moe_intermediate_size": 8,
-            "n_shared_experts": 4,
-            "intermediate_size": 32,
-            "first_k_dense_replace": 0,
-            "num_mtp_layers": 0,
-            "partial_rotary_factor": 1.0,
-        },
-        shared=0.5,
-    ),
-}
+from helpers.small_gguf import small_llama
+from helpers.small_mixtures import FORMS
+from knn_moe.routers.find import find_routers
+from upcycle import feed_forwards, mix
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def dense() -> Any:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=50,
-        hidden_size=24,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        num_key_value_heads=1,
-        rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
-        initializer_range=0.3,
-        tie_word_embeddings=True,
-        pad_token_id=2,
+    return small_llama()
+
+
+@pytest.fixture(scope="module")
+def branches(dense: Any) -> list[dict[str, Tensor]]:
+    """Five copies whose feed-forwards are far from the original's."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        {
+            name: weight + 0.3 * torch.randn(weight.shape, generator=generator)
+            for name, weight in feed_forwards(dense).items()
+        }
+        for _ in range(5)
+    ]
+
+
+def run_feed_forward(weights: dict[str, Tensor], layer: int, x: Tensor) -> Tensor:
+    gate, up, down = (
+        weights[f"model.layers.{layer}.mlp.{name}_proj.weight"] for name in ("gate", "up", "down")
     )
-    return LlamaForCausalLM(config).eval()
-
-
-def changed(dense: Any, seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        name: weight + 0.3 * torch.randn(weight.shape, generator=generator)
-        for name, weight in feed_forwards(dense).items()
-    }
+    return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -69,10 +48,57 @@ def changed(dense: Any, seed: int) -> dict[str, Tensor]:
 def test_a_mixture_of_equal_copies_is_the_dense_model(
     form: str, dense: Any, tmp_path: Path
 ) -> None:
-    model = mix(dense, [feed_forwards(dense)] * 2, FORMS[form])
-    ids = torch.randint(3, 50, (2, 40))
+    model = mix(dense, [feed_forwards(dense)] * 5, FORMS[form])
+    ids = torch.randint(3, 200, (2, 40))
     expected = dense(ids).logits
     torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     torch.testing.assert_close(loaded(ids).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", ["shards", "whole"])
+@torch.no_grad()
+def test_a_block_mixes_the_two_likeliest_feed_forwards(
+    form: str, dense: Any, branches: list[dict[str, Tensor]]
+) -> None:
+    model = mix(dense, branches, FORMS[form])
+    copies = [feed_forwards(dense), *branches]
+    x = torch.randn(1, 30, dense.config.hidden_size)
+    for router, layer in zip(find_routers(model), model.model.layers, strict=True):
+        rows = router.weight.view(len(copies), -1, router.hidden_size)
+        assert torch.equal(rows, rows[:, :1].expand_as(rows))  # the shards of a copy are equal
+        weights, chosen = F.linear(x[0], rows[:, 0]).softmax(-1).topk(2)
+        outputs = torch.stack([run_feed_forward(copy, router.layer, x[0]) for copy in copies])
+        picked = outputs[chosen, torch.arange(30)[:, None]]
+        expected = (picked * (weights / weights.sum(-1, keepdim=True))[..., None]).sum(1)
+        torch.testing.assert_close(layer.mlp(x)[0], expected, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_block_with_a_shared_expert_adds_the_likeliest_branch(
+    dense: Any, branches: list[dict[str, Tensor]]
+) -> None:
+    model = mix(dense, branches, FORMS["shared"])
+    x = torch.randn(1, 30, dense.config.hidden_size)
+    for router, layer in zip(find_routers(model), model.model.layers, strict=True):
+        chosen = F.linear(x[0], router.weight[::4]).argmax(-1)
+        outputs = torch.stack([run_feed_forward(copy, router.layer, x[0]) for copy in branches])
+        original = run_feed_forward(feed_forwards(dense), router.layer, x[0])
+        expected = 0.5 * original + 0.5 * outputs[chosen, torch.arange(30)]
+        torch.testing.assert_close(layer.mlp(x)[0], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_routers_depend_on_the_seed(dense: Any, branches: list[dict[str, Tensor]]) -> None:
+    form = FORMS["whole"]
+    first, again, other = (
+        find_routers(mix(dense, branches, part))[0].weight
+        for part in (form, form, replace(form, seed=1))
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_experts_that_do_not_fit_are_refused(dense: Any) -> None:
+    with pytest.raises(ValueError, match=r"6 experts of width 32 cannot hold 3 feed-forwards"):
+        mix(dense, [feed_forwards(dense)] * 2, FORMS["whole"])
