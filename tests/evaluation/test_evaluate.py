@@ -23,7 +23,7 @@ from knn_moe.methods import KnnMoe, Method, ZeroShot
 from knn_moe.report.runs import render_runs
 from knn_moe.support.progress import Progress
 from knn_moe.tasks import Choice, Number, Task, TaskData, Text
-from knn_moe.tasks.questions import batch_by_length, draw_rows, encode_prompt
+from knn_moe.tasks.questions import batch_by_length, batch_by_tokens, draw_rows, encode_prompt
 from knn_moe.tasks.reference_set import reference_examples, reference_rows
 from knn_moe.tasks.task import Options
 
@@ -219,6 +219,31 @@ def test_questions_and_batches_are_always_the_same(tiny_tokenizer: Any) -> None:
     assert all(len(each) == 1 for each in lengths)
     assert lengths == sorted(lengths, key=min)
     assert max(map(len, batch_by_length(asked.questions, 7, one_length=False))) == 7
+
+
+@pytest.mark.slow
+def test_batches_by_tokens_give_the_same_answers(
+    evaluate_in: Evaluate, knn: KnnMoe, tiny_tokenizer: Any
+) -> None:
+    by_tokens = EvalConfig(scoring="likelihood", batch_tokens=400, prompt_losses=False)
+    asked = prepare_questions(tiny_tokenizer, make_quiz(), by_tokens)
+    assert 1 < len(asked.batches) < len(asked.questions)
+    assert any(len({len(each.ids) for each in batch}) > 1 for batch in asked.batches)
+    for batch in asked.batches:
+        longest = max(len(question.ids) for question in batch)
+        choices = sum(len(ids) for question in batch for ids, _ in question.choices)
+        assert longest * len(batch) + choices <= 400
+    for method in (ZeroShot(), knn):
+        runs = [
+            evaluate_in(f"{method.name}-{n}", method, x) for n, x in enumerate((LIKELY, by_tokens))
+        ]
+        plain, fast = ({sample.id: sample for sample in run.samples} for run in runs)
+        assert plain.keys() == fast.keys()
+        for name, sample in fast.items():
+            assert sample.likelihoods == pytest.approx(plain[name].likelihoods, abs=1e-4)
+            assert (sample.nll, plain[name].nll is None) == (None, False)
+    (single,) = batch_by_tokens(asked.questions[:1], 1)
+    assert single == [0]
 
 
 def test_an_end_token_that_the_tokenizer_appends_is_dropped(

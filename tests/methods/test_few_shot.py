@@ -176,7 +176,7 @@ def test_long_prompts_lose_their_least_similar_shots(
     assert 0 < kept < 5
     assert shown == [0] * (5 - kept) + [1] * kept
     fits = [
-        _length(method._add_shots(questions[0], shots[-count:])) <= room
+        _length(method._add_shots(questions[:1], [shots[-count:]])[0]) <= room
         for count in (kept, kept + 1)
     ]
     assert fits == [True, False]

@@ -180,3 +180,50 @@ def test_mean_losses_of_texts_of_any_length(zoo_olmoe: PreTrainedModel) -> None:
         losses = plain_losses(zoo_olmoe, texts[place])
         assert float(means[place]) == pytest.approx(float(losses.mean()), abs=1e-4)
         assert float(late[place]) == pytest.approx(float(losses[first - 1 :].mean()), abs=1e-4)
+
+
+def pad_left(contexts: list[Tensor]) -> tuple[Tensor, Tensor]:
+    width = max(map(len, contexts))
+    begin = torch.tensor([width - len(each) for each in contexts])
+    return torch.stack([torch.nn.functional.pad(x, (width - len(x), 0)) for x in contexts]), begin
+
+
+@pytest.mark.parametrize("entry", FAMILIES, ids=lambda entry: entry.name)
+def test_contexts_of_any_length_equal_the_plain_ones(entry: Family) -> None:
+    """Side by side if the model's cache can be repeated, else length by length."""
+    model = entry.build()
+    contexts = [random_ids(length) for length in (3, 8, 5, 8)]
+    choices, scored = random_ids(4, 3, 5), torch.ones(4, 3, 5, dtype=torch.bool)
+    scores, losses = choice_scores(model, *_ordered(contexts, choices, scored))
+    bare, nothing = choice_scores(model, *_ordered(contexts, choices, scored), context_losses=False)
+    torch.testing.assert_close(bare, scores, **CLOSE)
+    assert nothing.isnan().all()
+    for row, context in enumerate(contexts):
+        expected = plain_scores(model, context[None], choices[row : row + 1])
+        torch.testing.assert_close(scores[row], expected[0], **CLOSE)
+        mean = float(plain_losses(model, context).mean())
+        assert float(losses[row]) == pytest.approx(mean, abs=1e-4)
+
+
+def _ordered(
+    contexts: list[Tensor], choices: Tensor, scored: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    padded, begin = pad_left(contexts)
+    return padded, choices, scored, begin
+
+
+def test_padding_changes_neither_windows_nor_memories(
+    zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory
+) -> None:
+    contexts = [random_ids(length) for length in (2, 9, 6)]
+    choices, scored = random_ids(3, 2, 4), torch.ones(3, 2, 4, dtype=torch.bool)
+    model = with_short_window("gpt_oss")
+    scores, _ = choice_scores(model, *_ordered(contexts, choices, scored))
+    with attach(zoo_olmoe, zoo_memory, RoutingConfig(k=2)):
+        recalled, _ = choice_scores(
+            zoo_olmoe, *_ordered(contexts, choices, scored), context_losses=False
+        )
+        for row, context in enumerate(contexts):
+            parts = context[None], choices[row : row + 1]
+            torch.testing.assert_close(scores[row], plain_scores(model, *parts)[0], **CLOSE)
+            torch.testing.assert_close(recalled[row], plain_scores(zoo_olmoe, *parts)[0], **CLOSE)

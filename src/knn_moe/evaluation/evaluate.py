@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +35,18 @@ class EvalConfig:
 
     scoring: str | None = None  # generation, likelihood or text. None: the task's default
     batch_size: int = 16
+    batch_tokens: int | None = None  # batches of at most so many tokens, not of batch_size items
     limit: int | None = None  # draw that many questions at random. None: all
     seed: int = 0  # for the draw
     max_new_tokens: int | None = None  # None: the task's default
     length: int = 256  # tokens of a window of text
+    prompt_losses: bool = True  # measure the losses of prompts, which need logits everywhere
     load: bool = False  # measure the routers' load-balancing loss, padding included
 
     def __post_init__(self) -> None:
         if self.scoring is not None and self.scoring not in SCORINGS:
             raise ConfigError(unknown_name("scoring", self.scoring, SCORINGS))
-        for name in ("batch_size", "limit", "max_new_tokens"):
+        for name in ("batch_size", "batch_tokens", "limit", "max_new_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}.")
@@ -73,6 +75,7 @@ class QuestionSet:
     batches: list[list[Question]]
     scoring: str
     reworded: bool = False  # whether the method has replaced the prompts
+    new_tokens: int = 0  # that are generated after each prompt, at most
 
 
 def prepare_questions(tokenizer: Any, data: TaskData, config: EvalConfig) -> QuestionSet:
@@ -90,12 +93,20 @@ def prepare_questions(tokenizer: Any, data: TaskData, config: EvalConfig) -> Que
     else:
         rows = q.draw_rows(data, None, config.seed)
         questions = q.make_windows(tokenizer, rows, config.length, config.limit, config.seed)
-    return QuestionSet(questions, _batch(questions, scoring, config), scoring)
+    longest = config.max_new_tokens or data.task.kind.max_new_tokens
+    new_tokens = longest if scoring == GENERATION else 0
+    batches = _batch(questions, scoring, config, new_tokens)
+    return QuestionSet(questions, batches, scoring, new_tokens=new_tokens)
 
 
-def _batch(questions: list[Question], scoring: str, config: EvalConfig) -> list[list[Question]]:
-    one_length = scoring != GENERATION
-    batches = q.batch_by_length(questions, config.batch_size, one_length=one_length)
+def _batch(
+    questions: list[Question], scoring: str, config: EvalConfig, new_tokens: int
+) -> list[list[Question]]:
+    if config.batch_tokens is not None:
+        batches = q.batch_by_tokens(questions, config.batch_tokens, new_tokens)
+    else:
+        one_length = scoring != GENERATION
+        batches = q.batch_by_length(questions, config.batch_size, one_length=one_length)
     return [[questions[place] for place in batch] for batch in batches]
 
 
@@ -104,7 +115,8 @@ def _reword(asked: QuestionSet, method: Method, config: EvalConfig) -> QuestionS
     questions = method.reword(asked.questions)
     if questions == asked.questions:
         return asked
-    return QuestionSet(questions, _batch(questions, asked.scoring, config), asked.scoring, True)
+    batches = _batch(questions, asked.scoring, config, asked.new_tokens)
+    return replace(asked, questions=questions, batches=batches, reworded=True)
 
 
 def evaluate(
@@ -153,7 +165,14 @@ def evaluate(
         with method.apply_to(model) as attached, watch as load:
             done = run.begin(facts, resume=resume, overwrite=overwrite)
             started = time.perf_counter()
-            plain = make_answer(model, tokenizer, data.task, asked.scoring, config.max_new_tokens)
+            plain = make_answer(
+                model,
+                tokenizer,
+                data.task,
+                asked.scoring,
+                config.max_new_tokens,
+                prompt_losses=config.prompt_losses,
+            )
             answer = method.make_answer(model, plain, asked.batches)
             finished, answered = {sample.batch for sample in done}, 0
             for number, batch in enumerate(asked.batches):

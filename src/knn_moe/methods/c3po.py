@@ -37,7 +37,7 @@ from knn_moe.tasks.answers import Answer
 from knn_moe.tasks.questions import Question
 from knn_moe.tasks.sample import Sample
 
-_TOGETHER: Final = 16  # questions whose ω are sought at a time, unless a batch has more
+_TOGETHER: Final = 16  # questions whose ω are sought at a time
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,10 @@ class C3po(Method):
             if batch[0].id not in found:
                 chunk = chunk_of[batch[0].id]
                 found.clear()
-                ids = (item.id for item in chunk)
-                found.update(zip(ids, self.choose_pathways(layers, chunk), strict=True))
+                for start in range(0, len(chunk), _TOGETHER):
+                    part = chunk[start : start + _TOGETHER]
+                    chosen = self.choose_pathways(layers, part)
+                    found.update(zip((item.id for item in part), chosen, strict=True))
             routing = torch.stack([found[item.id] for item in batch])
             with layers.replace_routing([item.ids for item in batch], routing):
                 return answer(batch, number)

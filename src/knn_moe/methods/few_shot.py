@@ -52,12 +52,13 @@ class FewShot(Method):
     def reword(self, questions: Sequence[Question]) -> list[Question]:
         kind = self.context.data.task.kind
         queries = self.embed([kind.question(question.row) for question in questions])
-        self.shortened, reworded = 0, []
-        for question, query in zip(questions, queries, strict=True):
-            shots = self._choose_shots(query)
-            with_shots, used = self._add_what_fits(question, shots)
-            self.shortened += used < len(shots)
-            reworded.append(with_shots)
+        shots = [self._choose_shots(query) for query in queries]
+        self.shortened = 0
+        reworded = self._add_shots(questions, shots)
+        for place, few in enumerate(shots):
+            if not self._fits(reworded[place]):
+                self.shortened += 1
+                reworded[place] = self._add_what_fits(questions[place], few[1:])
         return reworded
 
     def _choose_shots(self, vector: Tensor) -> list[Row]:
@@ -65,31 +66,46 @@ class FewShot(Method):
         order = torch.argsort(self.vectors @ vector, descending=True, stable=True)[:SHOTS]
         return [self.context.rows[place] for place in reversed(order.tolist())]
 
-    def _add_what_fits(self, question: Question, shots: Sequence[Row]) -> tuple[Question, int]:
-        """Return the question with as many of the last shots as fit, and how many these are."""
+    def _add_what_fits(self, question: Question, shots: Sequence[Row]) -> Question:
+        """Return the question with as many of the last shots as fit."""
         for count in range(len(shots), 0, -1):
-            reworded = self._add_shots(question, shots[-count:])
-            longest = max((len(ids) for ids, _ in reworded.choices), default=0)
-            if len(reworded.ids) + longest <= self._longest_prompt():
-                return reworded, count
-        return question, 0
+            (reworded,) = self._add_shots([question], [shots[-count:]])
+            if self._fits(reworded):
+                return reworded
+        return question
 
-    def _add_shots(self, question: Question, shots: Sequence[Row]) -> Question:
-        """Return the question with other token ids, in which the shots come first."""
+    def _fits(self, question: Question) -> bool:
+        longest = max((len(ids) for ids, _ in question.choices), default=0)
+        return len(question.ids) + longest <= self._longest_prompt()
+
+    def _add_shots(
+        self, questions: Sequence[Question], shots: Sequence[Sequence[Row]]
+    ) -> list[Question]:
+        """Return the questions with other token ids, in which the shots of each come first."""
         kind, tokenizer = self.context.data.task.kind, self.context.tokenizer
-        if self.context.scoring == LIKELIHOOD:
-            options = kind.options(question.row)
-            prompt = cloze_prompt(kind, shots, options.context)
-            found = encode_choices(tokenizer, replace(options, context=prompt))
+        if self.context.scoring != LIKELIHOOD:
+            texts = [
+                generation_prompt(kind, few, question.row)
+                for question, few in zip(questions, shots, strict=True)
+            ]
+            return [
+                replace(question, ids=encode_prompt(tokenizer, text))
+                for question, text in zip(questions, texts, strict=True)
+            ]
+        asked = [kind.options(question.row) for question in questions]
+        asked = [
+            replace(options, context=cloze_prompt(kind, few, options.context))
+            for options, few in zip(asked, shots, strict=True)
+        ]
+        reworded = []
+        for question, found in zip(questions, encode_choices(tokenizer, asked), strict=True):
             if found is None:
                 raise ConfigError(
                     f"A choice of question {question.id} has no tokens of its own after the shots. "
                     f"Leave out 5-shot for this task."
                 )
-            return replace(question, ids=found[0], choices=found[1])
-        return replace(
-            question, ids=encode_prompt(tokenizer, generation_prompt(kind, shots, question.row))
-        )
+            reworded.append(replace(question, ids=found[0], choices=found[1]))
+        return reworded
 
     def _longest_prompt(self) -> float:
         """Return how many tokens a prompt may have, with room for what is generated."""

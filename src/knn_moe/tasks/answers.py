@@ -23,7 +23,13 @@ Answer: TypeAlias = Callable[[Sequence[Question], int], list[Sample]]
 
 
 def make_answer(
-    model: nn.Module, tokenizer: Any, task: Task, scoring: str, max_new_tokens: int | None = None
+    model: nn.Module,
+    tokenizer: Any,
+    task: Task,
+    scoring: str,
+    max_new_tokens: int | None = None,
+    *,
+    prompt_losses: bool = True,
 ) -> Answer:
     """Return the function that puts a batch of questions to `model` and scores it.
 
@@ -31,17 +37,22 @@ def make_answer(
         model: The model, in the state it has when the function is called.
         scoring: "generation", "likelihood" or "text".
         max_new_tokens: For generation. None: the task's default.
+        prompt_losses: Whether the losses of prompts are measured too.
     """
     if scoring == GENERATION:
-        return by_generation(model, tokenizer, task, max_new_tokens or task.kind.max_new_tokens)
-    return by_likelihood(model) if scoring == LIKELIHOOD else by_token(model)
+        most = max_new_tokens or task.kind.max_new_tokens
+        return by_generation(model, tokenizer, task, most, prompt_losses=prompt_losses)
+    if scoring == LIKELIHOOD:
+        return by_likelihood(model, prompt_losses=prompt_losses)
+    return by_token(model)
 
 
-def by_likelihood(model: nn.Module) -> Answer:
+def by_likelihood(model: nn.Module, *, prompt_losses: bool = True) -> Answer:
     """Choose the likeliest choice per character: by plain likelihood, long choices would lose."""
 
     def answer(batch: Sequence[Question], number: int) -> list[Sample]:
-        likelihoods, losses = choice_scores(model, *pad_choices(batch))
+        asked = pad_choices(batch)
+        likelihoods, losses = choice_scores(model, *asked, context_losses=prompt_losses)
         return [
             _judge_choices(question, row, loss, number)
             for question, row, loss in zip(batch, likelihoods, losses.tolist(), strict=True)
@@ -77,12 +88,21 @@ def _judge_choices(question: Question, likelihoods: Tensor, loss: float, number:
     )
 
 
-def by_generation(model: nn.Module, tokenizer: Any, task: Task, max_new_tokens: int) -> Answer:
+def by_generation(
+    model: nn.Module,
+    tokenizer: Any,
+    task: Task,
+    max_new_tokens: int,
+    *,
+    prompt_losses: bool = True,
+) -> Answer:
     """Generate greedily, and let the task's kind parse and judge the output."""
 
     def answer(batch: Sequence[Question], number: int) -> list[Sample]:
         prompts = [question.ids for question in batch]
-        losses = mean_losses(model, prompts).tolist()
+        losses = [math.nan] * len(batch)
+        if prompt_losses:
+            losses = mean_losses(model, prompts).tolist()
         generated = generate_tokens(model, tokenizer, prompts, max_new_tokens)
         outputs = tokenizer.batch_decode(generated, skip_special_tokens=True)
         shown = isinstance(task.kind, Choice) or not task.secret

@@ -1,12 +1,14 @@
 """How likely a causal language model finds text, with a memory attached or without.
 
-Knows token ids, logits and caches; nothing of memories, tokenizers or tasks. No attention mask is
-passed: padding is on the right, where no real token sees it. Sums are in fp32.
+Knows token ids, logits and caches; nothing of memories, tokenizers or tasks. An attention mask is
+passed only where contexts are padded on the left: on the right, no real token sees padding. Sums
+are in fp32.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -17,7 +19,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from knn_moe.equations.losses import next_token_losses, target_losses
 from knn_moe.errors import ConfigError
-from knn_moe.routers.model_state import input_device
+from knn_moe.routers.model_state import input_device, unwrap
 
 # Layers whose cache is keys and values only, so that its rows can be repeated.
 _REPEATABLE: Final = (DynamicLayer, DynamicSlidingWindowLayer)
@@ -66,41 +68,108 @@ def token_losses(model: nn.Module, windows: Tensor, batch_size: int) -> TokenLos
 
 @torch.no_grad()
 def choice_scores(
-    model: nn.Module, contexts: Tensor, choices: Tensor, scored: Tensor
+    model: nn.Module,
+    contexts: Tensor,
+    choices: Tensor,
+    scored: Tensor,
+    begin: Tensor | None = None,
+    *,
+    context_losses: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Score the choices of one batch of contexts of the same length.
+    """Score the choices of one batch of contexts.
 
     A context is read once if the model's cache can be repeated for its choices.
 
     Args:
-        contexts: Token ids.
+        contexts: Token ids, padded on the left.
         choices: Token ids after each context, padded on the right.
         scored: Which tokens of the choices count.
+        begin: The place of each context's first token. None: there is no padding.
+        context_losses: Whether the losses of the contexts are needed. Without them, logits are
+            computed only where a choice is scored.
 
     Returns:
         The log-likelihood of each choice's scored tokens, and the mean loss of each context's
-        tokens (NaN for a context of one token).
+        tokens (NaN for a context of one token, or if it is not needed).
 
-    Shapes: contexts [B, C]; choices, scored (bool) [B, A, N]. Results [B, A] and [B], fp32, on
-    the CPU.
+    Shapes: contexts [B, C]; choices, scored (bool) [B, A, N]; begin [B]. Results [B, A] and [B],
+    fp32, on the CPU.
     """
     device = input_device(model)
-    context, flat = contexts.to(device), choices.to(device).flatten(0, 1)
-    read = model(context, use_cache=True)
-    context_losses = next_token_losses(read.logits, context).mean(dim=1).cpu()
-    count = choices.shape[1]
-    kept = scored.flatten(0, 1)
-    losses = torch.zeros(kept.shape)
-    last = read.logits[:, -1:].repeat_interleave(count, dim=0)
-    losses[:, :1] = target_losses(last, flat[:, :1]).cpu()
+    context = _Contexts(contexts.to(device), None if begin is None else begin.to(device))
+    keep = {} if context_losses else _keep_last(model)
+    read = model(context.ids, use_cache=True, **context.arguments(), **keep)
     cache = getattr(read, "past_key_values", None)
+    if begin is not None and not _is_repeatable(cache):
+        return _score_by_length(model, contexts, choices, scored, begin, context_losses)
+    means = torch.full((len(contexts),), torch.nan)
+    if context_losses:
+        means = context.mean_losses(read.logits).cpu()
+    count, kept, flat = choices.shape[1], scored.flatten(0, 1), choices.to(device).flatten(0, 1)
+    # On the device until the end: every copy to the CPU would wait for it.
+    losses = torch.zeros(kept.shape, device=device)
+    last = read.logits[:, -1:].repeat_interleave(count, dim=0)
+    losses[:, :1] = target_losses(last, flat[:, :1]).to(device)
     for rows, length in _group_by_length(kept):
-        part, owners = flat[rows.to(device), :length], (rows // count).to(device)
-        losses[rows, 1:length] = _remaining_losses(
-            model, context[owners], part, cache, owners
-        ).cpu()
-    total = losses.masked_fill(~kept, 0.0).sum(dim=1)
-    return -total.view(choices.shape[:2]), context_losses
+        places = rows.to(device)
+        owners, part = context.select(places // count), flat[places, :length]
+        rest = _remaining_losses(model, owners, part, cache, places // count)
+        losses[places, 1:length] = rest.to(device)
+    total = losses.cpu().masked_fill(~kept, 0.0).sum(dim=1)
+    return -total.view(choices.shape[:2]), means
+
+
+@dataclass(frozen=True)
+class _Contexts:
+    """Contexts padded on the left. Shapes: ids [B, C]; begin [B], None: there is no padding."""
+
+    ids: Tensor
+    begin: Tensor | None
+
+    def select(self, rows: Tensor) -> _Contexts:
+        return _Contexts(self.ids[rows], None if self.begin is None else self.begin[rows])
+
+    def arguments(self, start: int = 0, more: int = 0) -> dict[str, Tensor]:
+        """Return a model's mask and positions from `start` on, with `more` tokens at the end."""
+        if self.begin is None:
+            return {}
+        place = torch.arange(self.ids.shape[1] + more, device=self.ids.device)
+        positions = (place - self.begin[:, None]).clamp(min=0)
+        mask = (place >= self.begin[:, None]).long()
+        return {"attention_mask": mask, "position_ids": positions[:, start:]}
+
+    def mean_losses(self, logits: Tensor) -> Tensor:
+        """Return the mean loss of each context's tokens. Shapes: logits [B, C, V] → [B]."""
+        losses = next_token_losses(logits, self.ids)
+        if self.begin is None:
+            return losses.mean(dim=1)
+        begin = self.begin[:, None].to(losses.device)
+        real = torch.arange(losses.shape[1], device=losses.device) >= begin
+        return losses.masked_fill(~real, 0.0).sum(dim=1) / real.sum(dim=1)
+
+
+def _keep_last(model: nn.Module) -> dict[str, int]:
+    """Return the argument with which a model computes the last logits only, if it has one."""
+    known = "logits_to_keep" in inspect.signature(unwrap(model).forward).parameters
+    return {"logits_to_keep": 1} if known else {}
+
+
+def _score_by_length(
+    model: nn.Module,
+    contexts: Tensor,
+    choices: Tensor,
+    scored: Tensor,
+    begin: Tensor,
+    context_losses: bool,
+) -> tuple[Tensor, Tensor]:
+    """Score contexts of each length by themselves, for models that padding would disturb."""
+    scores, means = torch.empty(choices.shape[:2]), torch.empty(len(contexts))
+    for start in begin.unique().tolist():
+        rows = (begin == start).nonzero().flatten()
+        parts = contexts[rows, start:], choices[rows], scored[rows]
+        found = choice_scores(model, *parts, context_losses=context_losses)
+        scores[rows], means[rows] = found
+    return scores, means
 
 
 def _group_by_length(kept: Tensor) -> Iterator[tuple[Tensor, int]]:
@@ -117,18 +186,22 @@ def _group_by_length(kept: Tensor) -> Iterator[tuple[Tensor, int]]:
 
 
 def _remaining_losses(
-    model: nn.Module, context: Tensor, choices: Tensor, cache: Any, rows: Tensor
+    model: nn.Module, contexts: _Contexts, choices: Tensor, cache: Any, rows: Tensor
 ) -> Tensor:
     """Return the losses of the choices' tokens but the first, from the contexts' cache if possible.
 
-    Shapes: context [b, C]; choices [b, N]; rows [b] of the cache. Result [b, N - 1].
+    Shapes: contexts of [b, C]; choices [b, N]; rows [b] of the cache. Result [b, N - 1].
     """
     if _is_repeatable(cache):
-        chosen = copy.deepcopy(cache)
+        # These layers replace their tensors, so that a shallow copy leaves the original as it is.
+        chosen = copy.copy(cache)
+        chosen.layers = [copy.copy(layer) for layer in cache.layers]
         chosen.batch_select_indices(rows)
-        logits = model(choices[:, :-1], past_key_values=chosen, use_cache=True).logits
+        more = contexts.arguments(contexts.ids.shape[1], choices.shape[1] - 1)
+        read = model(choices[:, :-1], past_key_values=chosen, use_cache=True, **more)
+        logits = read.logits
     else:
-        whole = torch.cat([context, choices], dim=1)
+        whole = torch.cat([contexts.ids, choices], dim=1)
         logits = model(whole, use_cache=False).logits[:, -choices.shape[1] : -1]
     return target_losses(logits, choices[:, 1:])
 

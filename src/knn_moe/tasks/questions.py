@@ -1,7 +1,7 @@
 """A task's rows as token ids, in batches: the same for every method that is compared.
 
 A batch has questions of about the same length, so that there is little padding. Batches depend on
-the rows, the tokenizer and the batch size only.
+the rows, the tokenizer and the size of batches only.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,6 +19,10 @@ from knn_moe.errors import TaskDataError
 from knn_moe.tasks.data import TaskData, draw, row_ids
 from knn_moe.tasks.sample import short_hash
 from knn_moe.tasks.task import Options, Row
+
+# The tokens that all choices share, then those of each choice and how many are of the context.
+EncodedChoices: TypeAlias = tuple[list[int], tuple[tuple[list[int], int], ...]]
+_ENCODED: Final = 1000  # questions that are tokenised at a time
 
 
 @dataclass(frozen=True)
@@ -64,8 +68,16 @@ def encode_prompt(tokenizer: Any, text: str) -> list[int]:
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
     """Return the tokens without the end-of-text token that some tokenizers append."""
-    ids = list(tokenizer(text)["input_ids"])
-    return ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id else ids
+    return _encode_all(tokenizer, [text])[0]
+
+
+def _encode_all(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    """Return the tokens of each text; one call for many texts runs on all cores."""
+    end = tokenizer.eos_token_id
+    return [
+        list(ids[:-1] if len(ids) > 1 and ids[-1] == end else ids)
+        for ids in tokenizer(list(texts))["input_ids"]
+    ]
 
 
 def make_choices(tokenizer: Any, data: TaskData, rows: Sequence[tuple[str, Row]]) -> list[Question]:
@@ -75,9 +87,9 @@ def make_choices(tokenizer: Any, data: TaskData, rows: Sequence[tuple[str, Row]]
         TaskDataError: A context or a choice has no tokens.
     """
     questions = []
-    for name, row in rows:
-        options = data.task.kind.options(row)
-        encoded = encode_choices(tokenizer, options)
+    asked = [data.task.kind.options(row) for _, row in rows]
+    found = encode_choices(tokenizer, asked)
+    for (name, row), options, encoded in zip(rows, asked, found, strict=True):
         if encoded is None:
             raise TaskDataError(
                 f"Row {name} of {data.task.name} has a choice or a context without tokens."
@@ -87,16 +99,25 @@ def make_choices(tokenizer: Any, data: TaskData, rows: Sequence[tuple[str, Row]]
     return questions
 
 
-def encode_choices(
-    tokenizer: Any, options: Options
-) -> tuple[list[int], tuple[tuple[list[int], int], ...]] | None:
-    """Return the `ids` and `choices` of a question, or None if one of them has no tokens.
+def encode_choices(tokenizer: Any, asked: Sequence[Options]) -> list[EncodedChoices | None]:
+    """Return the `ids` and `choices` of each question, None where one of them has no tokens.
 
     A choice is tokenised together with its context, and the tokens that all choices begin with
     are read once.
     """
-    length = len(_encode(tokenizer, options.context))
-    whole = [_encode(tokenizer, options.context + text) for text in options.continuations]
+    found: list[EncodedChoices | None] = []
+    for start in range(0, len(asked), _ENCODED):
+        part = asked[start : start + _ENCODED]
+        texts = [each.context + text for each in part for text in ("", *each.continuations)]
+        encoded = iter(_encode_all(tokenizer, texts))
+        for each in part:
+            length = len(next(encoded))
+            found.append(_share_beginning(length, [next(encoded) for _ in each.continuations]))
+    return found
+
+
+def _share_beginning(length: int, whole: Sequence[list[int]]) -> EncodedChoices | None:
+    """Take the tokens that all choices begin with, at most `length`, out of each of them."""
     alike = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*whole, strict=False))
     shared = min(len(list(alike)), length)
     if shared < 1 or any(len(ids) <= length for ids in whole):
@@ -126,6 +147,32 @@ def make_windows(
     return [Question(f"window-{place}", {}, " ".join(map(str, part)), part) for place, part in cut]
 
 
+def batch_by_tokens(
+    questions: Sequence[Question], most: int, new_tokens: int = 0
+) -> list[list[int]]:
+    """Return batches of indices of questions, sorted by length, of at most `most` tokens each.
+
+    All contexts of a batch count as long as its longest. A question of more tokens is a batch.
+
+    Args:
+        most: The most tokens in a batch.
+        new_tokens: Tokens that will be generated after each question.
+    """
+    order = sorted(range(len(questions)), key=lambda place: (len(questions[place].ids), place))
+    batches: list[list[int]] = []
+    choices = 0  # tokens of the choices of the last batch
+    for place in order:
+        question = questions[place]
+        more = sum(len(ids) for ids, _ in question.choices)
+        length = len(question.ids) + new_tokens
+        if not batches or length * (len(batches[-1]) + 1) + choices + more > most:
+            batches.append([])
+            choices = 0
+        batches[-1].append(place)
+        choices += more
+    return batches
+
+
 def batch_by_length(
     questions: Sequence[Question], size: int, *, one_length: bool
 ) -> list[list[int]]:
@@ -145,11 +192,13 @@ def batch_by_length(
     return batches
 
 
-def pad_choices(batch: Sequence[Question]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the contexts, the padded choices, and which of their tokens are scored.
+def pad_choices(
+    batch: Sequence[Question],
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the contexts, the choices, which of their tokens are scored, and where contexts begin.
 
-    Shapes: contexts [B, C]; choices [B, A, N]; scored [B, A, N] bool. All contexts of the batch
-    have the same length C.
+    Contexts are padded on the left and choices on the right. Shapes: contexts [B, C]; choices
+    [B, A, N]; scored [B, A, N] bool; begin [B], None if all contexts have the same length.
     """
     most = max(len(question.choices) for question in batch)
     longest = max(len(ids) for question in batch for ids, _ in question.choices)
@@ -159,4 +208,7 @@ def pad_choices(batch: Sequence[Question]) -> tuple[Tensor, Tensor, Tensor]:
         for column, (ids, skipped) in enumerate(question.choices):
             choices[row, column, : len(ids)] = torch.tensor(ids)
             scored[row, column, skipped : len(ids)] = True
-    return torch.tensor([question.ids for question in batch]), choices, scored
+    width = max(len(question.ids) for question in batch)
+    begin = torch.tensor([width - len(question.ids) for question in batch])
+    contexts = torch.tensor([[*[0] * (width - len(x.ids)), *x.ids] for x in batch])
+    return contexts, choices, scored, begin if begin.any() else None
