@@ -13,7 +13,7 @@ from knn_moe.errors import ConfigError
 from knn_moe.evaluation.compare import match_samples
 from knn_moe.evaluation.evaluate import EvalConfig, evaluate, prepare_questions
 from knn_moe.methods import TaskContext, ZeroShot, prepare
-from knn_moe.methods.embedding import load_embedder
+from knn_moe.methods.embedding import VARIABLE, load_embedder
 from knn_moe.methods.few_shot import FewShot, prepare_few_shot
 from knn_moe.tasks import Choice, Number, Task, TaskData, Text
 from knn_moe.tasks.kinds import Program
@@ -214,3 +214,11 @@ def test_texts_are_refused(tiny_olmoe: Any, tiny_tokenizer: Any) -> None:
     data = quiz(Text(), texts, texts)
     with pytest.raises(ConfigError, match="5-shot needs questions, and quiz is plain text"):
         prepare_few_shot(TaskContext(tiny_olmoe, tiny_tokenizer, data, "text"))
+
+
+def test_the_model_itself_can_embed_the_questions(
+    tiny_olmoe: Any, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "own")
+    data = quiz(Choice(), rows()[:1], rows()[1:4])
+    assert few_shot(tiny_olmoe, tiny_tokenizer, data, "likelihood").facts()["embedding"] == "own"

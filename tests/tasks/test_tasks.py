@@ -17,7 +17,7 @@ from helpers.quiz import make_row
 from knn_moe.errors import MissingDependencyError, TaskDataError, TaskError
 from knn_moe.tasks import Choice, Hub, Task, Text, all_tasks, find_task, open_task, registry, rows
 from knn_moe.tasks.catalogue import PAPER, TASKS
-from knn_moe.tasks.data import load_task
+from knn_moe.tasks.data import add_extra_reference, load_task
 from knn_moe.tasks.kinds import Function, Number, Program, kind_of
 from knn_moe.tasks.task import GENERATION
 
@@ -90,6 +90,32 @@ def test_text_by_domain() -> None:
     data = open_task("text_medical", DATA)
     assert len(data.test) == 448
     assert len(data.reference) == 400
+
+
+@needs_data
+def test_benchmarks_as_text_and_more_reference_rows() -> None:
+    for name, begin in (
+        ("text_gsm8k", "Janet"),
+        ("text_mbpp", "# Write a"),
+        ("text_hellaswag", "A"),
+    ):
+        data = open_task(name, DATA)
+        assert data.test[0]["text"].startswith(begin)
+        assert len(data.reference) == min(1000, len(data.reference)) > 300
+    arc = open_task("arc_easy", DATA)
+    assert len(add_extra_reference(arc, DATA).reference) == 996 + 1242
+    assert add_extra_reference(open_task("piqa", DATA), DATA) == open_task("piqa", DATA)
+
+
+def test_extra_reference_rows_must_not_be_in_the_test_set(tmp_path: Path) -> None:
+    write(tmp_path / "mine_test.jsonl", [make_row(1)])
+    write(tmp_path / "mine_ref.jsonl", [make_row(2)])
+    data = load_task(make_task(), tmp_path)
+    write(tmp_path / "mine_ref_extra.jsonl", [make_row(3)])
+    assert add_extra_reference(data, tmp_path).reference == [make_row(2), make_row(3)]
+    write(tmp_path / "mine_ref_extra.jsonl", [make_row(1)])
+    with pytest.raises(TaskDataError, match="1 rows of mine_ref_extra.jsonl are in the test set"):
+        add_extra_reference(data, tmp_path)
 
 
 def test_files_may_be_gzipped(tmp_path: Path) -> None:

@@ -8,33 +8,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from knn_moe.errors import ConfigError
-from knn_moe.methods.embedding import load_embedder
+from knn_moe.methods.own_embeddings import Embed, find_embedder
 from knn_moe.methods.pathways import LastLayers, PausedPrompts, find_last_layers
 from knn_moe.methods.task_context import TaskContext
 from knn_moe.reference.examples import Example, tokenise
-from knn_moe.routers.model_state import freeze, input_device, unwrap
+from knn_moe.routers.model_state import freeze
 from knn_moe.support.progress import Progress
 from knn_moe.tasks import questions as q
 from knn_moe.tasks.answers import make_answer
 from knn_moe.tasks.questions import Question
 from knn_moe.tasks.task import GENERATION, LIKELIHOOD, TEXT, Kind
-
-OWN: Final = "own"  # the model's own input embeddings
-
-
-class Embed(Protocol):
-    """Turns n texts into unit vectors [n, d] fp32 on the CPU."""
-
-    @property
-    def name(self) -> str: ...
-
-    def __call__(self, texts: Sequence[str]) -> Tensor: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +104,7 @@ def solve_reference(context: TaskContext, config: C3poConfig) -> SolvedReference
             f"C3PO changes the routing of a prompt's last token, and {context.data.task.name} is "
             f"plain text without prompts. Leave out C3PO for this task."
         )
-    embed = _find_embedding(context, config)
+    embed = find_embedder(context, config.embedding)
     with torch.inference_mode(False), freeze(context.model):
         questions = _make_questions(context)
         solved = _find_solved(context, questions)
@@ -166,27 +155,3 @@ def _answer_ids(tokenizer: Any, question: Question, example: Example) -> list[in
     messages = example.messages
     text = messages[-1]["content"] if messages else example.completion
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def _find_embedding(context: TaskContext, config: C3poConfig) -> Embed:
-    if config.embedding == OWN:
-        return OwnEmbeddings(context.model, context.tokenizer)
-    return load_embedder(config.embedding)
-
-
-class OwnEmbeddings:
-    """Embeds a text as the mean of its tokens' input embeddings; needs only the model itself."""
-
-    name = OWN
-
-    def __init__(self, model: nn.Module, tokenizer: Any) -> None:
-        self._model = model
-        self._tokenizer = tokenizer
-
-    @torch.no_grad()
-    def __call__(self, texts: Sequence[str]) -> Tensor:
-        table = unwrap(self._model).get_input_embeddings()
-        device = input_device(self._model)
-        rows = (torch.tensor(self._tokenizer(text)["input_ids"], device=device) for text in texts)
-        means = torch.stack([table(row).float().mean(dim=0) for row in rows])
-        return torch.nn.functional.normalize(means, dim=1).cpu()

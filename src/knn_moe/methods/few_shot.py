@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from knn_moe.errors import ConfigError
-from knn_moe.methods.embedding import Embedder, load_embedder
 from knn_moe.methods.method import Method
+from knn_moe.methods.own_embeddings import Embed, find_embedder
 from knn_moe.methods.task_context import TaskContext
 from knn_moe.routers.model_state import max_positions
 from knn_moe.tasks import prompts
@@ -35,7 +35,7 @@ class FewShot(Method):
     """
 
     context: TaskContext = field(repr=False)
-    embed: Embedder
+    embed: Embed
     vectors: Tensor = field(repr=False)  # unit vectors [n, d] of the reference questions
     shortened: int | None = None  # number of prompts that lost shots; None: nothing asked yet
     name: str = "5-shot"
@@ -148,6 +148,6 @@ def prepare_few_shot(context: TaskContext) -> FewShot:
             f"5-shot needs questions, and {task.name} is plain text. Leave out 5-shot for this "
             f"task."
         )
-    embed = load_embedder()
+    embed = find_embedder(context)
     vectors = embed([task.kind.question(row) for row in context.rows])
     return FewShot(context, embed, vectors)

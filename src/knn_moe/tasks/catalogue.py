@@ -1,4 +1,4 @@
-"""The benchmarks that come with the package: the paper's six, ten more, and texts by domain.
+"""The benchmarks that come with the package: the paper's six, ten more, and texts.
 
 The paper's benchmarks have the sizes of its table of splits. Where public data differ, `note` says
 what is used instead.
@@ -164,4 +164,22 @@ TEXTS: Final = tuple(
     for domain in DOMAINS
 )
 
-TASKS: Final = {task.name: task for task in (*PAPER, *MORE, *TEXTS)}
+# Benchmarks read as running text. Local files only.
+AS_TEXT: Final = tuple(
+    Task(
+        name=f"text_{name}",
+        title=f"{title} as text",
+        kind=Text(),
+        files=name,
+        convert=convert,
+        reference_size=1000,
+        note="Each question with its right answer.",
+    )
+    for name, title, convert in (
+        ("gsm8k", "GSM8K", rows.gsm8k_text),
+        ("mbpp", "MBPP", rows.mbpp_text),
+        ("hellaswag", "HellaSwag", rows.hellaswag_text),
+    )
+)
+
+TASKS: Final = {task.name: task for task in (*PAPER, *MORE, *TEXTS, *AS_TEXT)}

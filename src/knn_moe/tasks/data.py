@@ -11,7 +11,7 @@ import os
 import random
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -98,8 +98,32 @@ def _from_folder(task: Task, folder: Path, reference: bool) -> TaskData:
             f"No file {task.files}_{task.splits[0]}.jsonl or .jsonl.gz in {str(folder)!r}, "
             f"for the task {task.name!r}."
         )
-    rows = read_rows(ref) if reference and ref is not None else []
-    return TaskData(task, read_rows(test)[: task.test_size], rows[: task.reference_size], test.name)
+    rows = _read_converted(task, ref) if reference and ref is not None else []
+    asked = _read_converted(task, test)[: task.test_size]
+    return TaskData(task, asked, rows[: task.reference_size], test.name)
+
+
+def _read_converted(task: Task, path: Path) -> list[Row]:
+    rows = read_rows(path)
+    return rows if task.convert is None else [task.convert(row) for row in rows]
+
+
+def add_extra_reference(data: TaskData, source: str | Path | None = None) -> TaskData:
+    """Add the rows of FILES_ref_extra, if there is such a file, to the reference set.
+
+    Args:
+        source: The folder of files. None: the environment's KNN_MOE_DATA.
+
+    Raises:
+        TaskDataError: A row is malformed or in the test set too.
+    """
+    folder = source or os.environ.get(DATA)
+    path = folder and _find_file(Path(folder), f"{data.task.files}_{data.task.splits[1]}_extra")
+    if not path:
+        return data
+    more = replace(data, reference=[*data.reference, *_read_converted(data.task, path)])
+    check_data(more, f"{data.task.name}'s test set", path.name)
+    return more
 
 
 def _find_file(folder: Path, stem: str) -> Path | None:

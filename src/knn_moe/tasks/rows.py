@@ -116,6 +116,22 @@ def humaneval(row: Row) -> Row:
     }
 
 
+def gsm8k_text(row: Row) -> Row:
+    """Convert a local row of GSM8K to text: the question and its solution."""
+    return {"text": f"{row['question']}\n{row['solution']}\nThe answer is {row['answer']}.\n\n"}
+
+
+def mbpp_text(row: Row) -> Row:
+    """Convert a local row of MBPP to text: the task, its program and its tests."""
+    tests = "\n".join(row["tests"])
+    return {"text": f"# {row['prompt'].strip()}\n{row['code'].strip()}\n\n{tests}\n\n"}
+
+
+def hellaswag_text(row: Row) -> Row:
+    """Convert a local row of HellaSwag to text: the context and its right ending."""
+    return {"text": f"{row['question']} {row['choices'][row['answer']]}\n\n"}
+
+
 def _choice_row(row: Row, question: str, choices: list[str], answer: int) -> Row:
     converted = {"question": question, "choices": choices, "answer": answer}
     return {"id": row["id"], **converted} if row.get("id") else converted

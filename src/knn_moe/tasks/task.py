@@ -107,6 +107,7 @@ class Task:
     test_size: int | None = None  # at most; None: all rows
     reference_size: int | None = None
     seed: int = 1234  # for drawing the reference set
+    convert: Callable[[Row], Row] | None = None  # of local rows that have the form of another task
     secret: bool = False  # its authors ask that no question be published: only hashes are written
     note: str = ""  # how it differs from the paper's
 
