@@ -114,7 +114,7 @@ def test_extra_reference_rows_must_not_be_in_the_test_set(tmp_path: Path) -> Non
     write(tmp_path / "mine_ref_extra.jsonl", [make_row(3)])
     assert add_extra_reference(data, tmp_path).reference == [make_row(2), make_row(3)]
     write(tmp_path / "mine_ref_extra.jsonl", [make_row(1)])
-    with pytest.raises(TaskDataError, match="1 rows of mine_ref_extra.jsonl are in the test set"):
+    with pytest.raises(TaskDataError, match=r"1 rows of mine_ref_extra\.jsonl are in"):
         add_extra_reference(data, tmp_path)
 
 

@@ -1,8 +1,7 @@
-"""`knn-moe reproduce`: reproduce the tables of the paper."""
+"""`knn-moe reproduce`: reproduce the tables of the paper, and the study of pretrained models."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,6 @@ from knn_moe.cli.common import (
     data_option,
     evaluation_dtype,
     json_option,
-    load_model,
     load_structure,
     log,
     model_options,
@@ -25,13 +23,39 @@ from knn_moe.cli.common import (
     print_table,
     show_progress,
 )
+from knn_moe.cli.pretrained import Loader, pretrained
 
 if TYPE_CHECKING:
     from knn_moe.reproduce.plan import Plan
     from knn_moe.reproduce.table import Table
 
 
-@click.command(name="reproduce")
+class TablesByDefault(click.Group):
+    """A group whose command is `tables` if none is named."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        named = args and (args[0] in self.commands or args[0] in ctx.help_option_names)
+        return super().parse_args(ctx, args if named else ["tables", *args])
+
+
+@click.group(name="reproduce", cls=TablesByDefault)
+def command() -> None:
+    """Reproduce tables of the paper, or the study of pretrained models.
+
+    \b
+    knn-moe reproduce --list
+    knn-moe reproduce main -o results --limit 20
+    knn-moe reproduce all -o results --jobs 2
+    knn-moe reproduce pretrained --model smol-moe -o study --part accuracy -t sciq
+
+    Without a command, the arguments are those of `knn-moe reproduce tables`.
+    """
+
+
+command.add_command(pretrained)
+
+
+@command.command(name="tables")
 @click.argument("tables", nargs=-1)
 @click.option("--list", "list_tables", is_flag=True, help="List the tables.")
 @click.option("-o", "--output", type=PATH, help="Write tables and runs to this folder.")
@@ -73,7 +97,7 @@ if TYPE_CHECKING:
 )
 @model_options
 @json_option
-def command(
+def tables_command(
     tables: tuple[str, ...], list_tables: bool, output: Path | None, as_json: bool, **options: Any
 ) -> None:
     """Reproduce TABLES of the paper, or all of them.
@@ -120,17 +144,6 @@ def _reproduce(tables: tuple[str, ...], output: Path, options: dict[str, Any]) -
             made.append(table)
             log.print(f"{table.title}: {output / table.name}.md")
     return made
-
-
-@dataclass(frozen=True)
-class Loader:
-    """Load a model by name. Unlike a closure, it can be sent to another process."""
-
-    device: str | None
-    dtype: str
-
-    def __call__(self, name: str) -> tuple[Any, Any]:
-        return load_model(name, self.device, self.dtype)
 
 
 def _make_plan(options: Any) -> Plan:

@@ -129,6 +129,7 @@ def evaluate(
     folder: Path,
     resume: bool = False,
     overwrite: bool = False,
+    asked: QuestionSet | None = None,
     on_progress: OnProgress = ignore_progress,
 ) -> Run:
     """Evaluate `model` on a task by one method.
@@ -140,6 +141,7 @@ def evaluate(
         folder: Where the run is stored, batch by batch.
         resume: Continue a run that was interrupted.
         overwrite: Replace a run that exists.
+        asked: What `prepare_questions` returned for these arguments. None: it is called.
         on_progress: Called after each batch.
 
     Returns:
@@ -152,7 +154,7 @@ def evaluate(
     config = config or EvalConfig()
     prepared = method if isinstance(method, PreparedMethod) else None
     method = method.method if isinstance(method, PreparedMethod) else method
-    asked = _reword(prepare_questions(tokenizer, data, config), method, config)
+    asked = _reword(asked or prepare_questions(tokenizer, data, config), method, config)
     _check_lengths(model, data, asked)
     run, facts = RunFolder(folder), _describe(model, data, method, config, asked)
     facts["prepared_on"] = None if prepared is None else dict(prepared.prepared_on)

@@ -65,7 +65,7 @@ class Study:
         for task in self.plan.tasks:
             reference_rows(self.data(task))
         for what, names in (
-            ("models", [_folder_name(model) for model in self.plan.models]),
+            ("models", [folder_name(model) for model in self.plan.models]),
             ("tasks", [self.data(task).task.name for task in self.plan.tasks]),
         ):
             twice = sorted({name for name in names if names.count(name) > 1})
@@ -217,7 +217,7 @@ class Study:
         return value
 
     def run_folder(self, model: str, task: str) -> Path:
-        return self.folder / "runs" / _folder_name(model) / self.data(task).task.name
+        return self.folder / "runs" / folder_name(model) / self.data(task).task.name
 
     def facts(self, tasks: Sequence[str]) -> Mapping[str, Any]:
         """Return what a reader must know of how a table was measured."""
@@ -246,7 +246,8 @@ class Study:
         return f"{items} by {self.scoring(task)}, {rows:,} reference rows{note}"
 
 
-def _folder_name(model: str) -> str:
+def folder_name(model: str) -> str:
+    """Return a name as a folder may have it."""
     return re.sub(r"[^\w.-]+", "--", model).strip("-.") or "model"
 
 

@@ -1,0 +1,196 @@
+"""`knn-moe reproduce pretrained`: study the method on pretrained models, in slices."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from knn_moe.cli.common import (
+    PATH,
+    POSITIVE,
+    data_option,
+    evaluation_dtype,
+    json_option,
+    load_model,
+    load_structure,
+    model_options,
+    pick_device,
+    pick_given,
+    print_json,
+    print_note,
+    print_table,
+    show_progress,
+)
+
+if TYPE_CHECKING:
+    from knn_moe.evaluation.store import Run
+    from knn_moe.reproduce.pretrained.plan import RunSpec
+    from knn_moe.reproduce.pretrained.study import PretrainedStudy
+
+_PARTS: Final = ("accuracy", "text", "growth", "transfer", "together", "generation")
+_FIELDS: Final = (
+    "models", "parts", "tasks", "methods", "reference", "sizes", "limit", "seed", "data",
+    "batch_tokens", "one_rate",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Loader:
+    """Load a model by name. Unlike a closure, it can be sent to another process."""
+
+    device: str | None
+    dtype: str
+
+    def __call__(self, name: str) -> tuple[Any, Any]:
+        return load_model(name, self.device, self.dtype)
+
+
+@click.command(name="pretrained")
+@click.option(
+    "--model", "models", multiple=True, required=True, help="Use this model. Can be repeated."
+)
+@click.option(
+    "-o", "--output", type=PATH, required=True, help="Write tables and runs to this folder."
+)
+@click.option(
+    "--part",
+    "parts",
+    multiple=True,
+    type=click.Choice(_PARTS),
+    help="Make this part. Can be repeated. Default: all but generation.",
+)
+@click.option(
+    "-t",
+    "--task",
+    "tasks",
+    multiple=True,
+    help="Use this task. Can be repeated. Default: eleven benchmarks, five texts, gsm8k, mbpp.",
+)
+@click.option(
+    "-m",
+    "--method",
+    "methods",
+    multiple=True,
+    help="Use this method. Can be repeated. Default: ten of them.",
+)
+@data_option
+@click.option(
+    "--reference", type=POSITIVE, help="Use so many rows of each reference set. Default: 500."
+)
+@click.option(
+    "--size",
+    "sizes",
+    type=POSITIVE,
+    multiple=True,
+    help="A number of rows for the part growth. Can be repeated. Default: 30 to 2,000.",
+)
+@click.option("--limit", type=POSITIVE, help="Ask at most so many questions. Default: all.")
+@click.option("--seed", default=0, show_default=True, help="Seed for every random choice.")
+@click.option(
+    "--batch-tokens", type=POSITIVE, help="Read so many tokens at a time. Default: 65,536."
+)
+@click.option(
+    "--one-rate",
+    is_flag=True,
+    help="Search fine-tuning's learning rate on the first task only, and use it for the others.",
+)
+@click.option("--minutes", type=float, help="Begin no run after so many minutes.")
+@click.option("--no-tables", is_flag=True, help="Make runs only.")
+@click.option("--no-runs", is_flag=True, help="Make tables only, from the runs that are there.")
+@click.option("--count", is_flag=True, help="Only count the tokens of each task.")
+@model_options
+@json_option
+def pretrained(output: Path, as_json: bool, **options: Any) -> None:
+    """Study the method on pretrained models: whole test sets, every method.
+
+    \b
+    knn-moe reproduce pretrained --model smol-moe -o study --part accuracy -t sciq -t arc_easy
+    knn-moe reproduce pretrained --model smol-moe -o study --part text --minutes 9 --no-tables
+    knn-moe reproduce pretrained --model smol-moe -o study --no-runs
+    knn-moe reproduce pretrained --model smol-moe -o study --count
+
+    Each model, task and method is a run of its own, kept in the folder and never made twice. Runs
+    may be made on several machines and their folders put together. Tables are made from the runs
+    that are there, and say which are missing.
+    """
+    deadline = None if options["minutes"] is None else time.monotonic() + 60 * options["minutes"]
+    study = _make_study(output, options)
+    if options["count"]:
+        _count(study, as_json)
+        return
+    if not options["no_runs"]:
+        _make_runs(study, deadline)
+    tables = []
+    if not options["no_tables"]:
+        from knn_moe.reproduce.pretrained.make import make_tables
+
+        tables = make_tables(study)
+    if as_json:
+        print_json([table.to_dict() for table in tables])
+        return
+    for table in tables:
+        click.echo(f"{table.title}: {output / table.name}.md")
+
+
+def _make_study(output: Path, options: dict[str, Any]) -> PretrainedStudy:
+    from knn_moe.reproduce.pretrained.plan import PretrainedPlan
+    from knn_moe.reproduce.pretrained.study import PretrainedStudy
+    from knn_moe.routers.find import find_routers
+
+    plan = PretrainedPlan(**pick_given(options, *_FIELDS))
+    if not options["no_runs"]:
+        for name in plan.models:
+            find_routers(load_structure(name))  # refuses a bad model before anything runs
+    dtype = evaluation_dtype(options["device"], options["dtype"])
+    load = Loader(options["device"], dtype)
+    return PretrainedStudy(plan, output, load, pick_device(options["device"]), dtype)
+
+
+def _make_runs(study: PretrainedStudy, deadline: float | None) -> None:
+    with show_progress("Studying") as report:
+        study.on_progress = report
+        for spec, run in study.make_runs(deadline):
+            print_note(_describe(spec, run))
+    for failure in study.failures:
+        print_note(f"Failed: {failure}")
+    missing = study.missing()
+    if missing:
+        print_note(
+            f"{len(missing)} runs are missing. The same command continues with {missing[0]}."
+        )
+
+
+def _describe(spec: RunSpec, run: Run) -> str:
+    """Return the result of a run in a line."""
+    scores = [sample.nll if _is_text(run) else sample.score for sample in run.samples]
+    known = [score for score in scores if score is not None]
+    mean = sum(known) / len(known)
+    shown = f"{mean:.3f} nats" if _is_text(run) else f"{100 * mean:.1f} %"
+    prepared = run.facts.get("preparation_seconds", 0.0)
+    return (
+        f"{spec}: {shown}; prepared in {prepared:.1f} s, answered in {run.facts['seconds']:.1f} s"
+    )
+
+
+def _is_text(run: Run) -> bool:
+    return bool(run.facts["scoring"] == "text")
+
+
+def _count(study: PretrainedStudy, as_json: bool) -> None:
+    from transformers import AutoTokenizer
+
+    from knn_moe.reproduce.pretrained.make import count_tokens
+    from knn_moe.support.embedded_models import embedded_model
+
+    tokenizer = AutoTokenizer.from_pretrained(embedded_model(study.plan.models[0]))
+    rows = list(count_tokens(study, tokenizer))
+    rows.append(("all", *(sum(column) for column in list(zip(*rows, strict=True))[1:])))
+    columns = ("task", "questions", "tokens", "batches")
+    if as_json:
+        print_json([dict(zip(columns, row, strict=True)) for row in rows])
+        return
+    print_table(None, columns, [(row[0], *(f"{count:,}" for count in row[1:])) for row in rows])
