@@ -18,6 +18,7 @@ from helpers.commands import assert_refused, run_cli
 from helpers.zoo import TEXTS
 from knn_moe import BuildConfig, RoutingMemory, build_memory
 from knn_moe.cli.main import COMMANDS, main
+from knn_moe.cli.reproduce import TablesByDefault
 from knn_moe.support.progress import Progress
 
 
@@ -39,6 +40,8 @@ def find_command(words: list[str]) -> tuple[click.Command, list[str]]:
     """Return the command that `words` call, and its arguments."""
     command: click.Command = main
     while isinstance(command, click.Group):
+        if isinstance(command, TablesByDefault) and words[:1] != ["pretrained"]:
+            words = ["tables", *words]
         found = command.get_command(click.Context(command), words[0])
         assert found is not None, words
         command, words = found, words[1:]
@@ -56,9 +59,11 @@ def test_help_opens_with_examples_that_can_be_run(name: str) -> None:
         command.make_parser(context).parse_args(arguments)
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "bench"])
+@pytest.mark.parametrize(
+    "name", [*(name for name in COMMANDS if name != "bench"), "reproduce pretrained"]
+)
 def test_every_option_is_explained(name: str) -> None:
-    command, _ = find_command([name])
+    command, _ = find_command(name.split())
     options = [param for param in command.params if isinstance(param, click.Option)]
     assert [option.name for option in options if not (option.help or "").endswith(".")] == []
 

@@ -8,12 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from helpers.commands import assert_refused, run_cli
-from helpers.quiz import make_questions
-from helpers.tiny import words
+from helpers.small_models import load_small
 from knn_moe.errors import ConfigError, KnnMoeError, RunError
 from knn_moe.evaluation.store import read_run
 from knn_moe.reproduce.plan import PAPER_TASKS, Plan
@@ -21,53 +18,6 @@ from knn_moe.reproduce.reproduce import TABLES, choose_tables, reproduce
 from knn_moe.reproduce.study import Study
 from knn_moe.reproduce.table import Table
 from knn_moe.reproduce.write import read_table
-from knn_moe.support.embedded_models import embedded_model
-
-SIZES = {
-    "num_hidden_layers": 2,
-    "hidden_size": 32,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 16,
-    "moe_intermediate_size": 16,
-}
-
-
-def load_small(name: str) -> tuple[Any, Any]:
-    """Return a small model with random weights, of the family of an embedded model."""
-    torch.manual_seed(0)
-    known = AutoConfig.from_pretrained(embedded_model(name))
-    config = AutoConfig.from_pretrained(
-        embedded_model(name), **{key: x for key, x in SIZES.items() if hasattr(known, key)}
-    )
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval(), words()
-
-
-@pytest.fixture(scope="module")
-def quiz(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A file of multiple-choice questions, with its reference set beside it."""
-    folder = tmp_path_factory.mktemp("quiz")
-    for name, rows in (("quiz", make_questions(9)), ("quiz_ref", make_questions(7, seed=1))):
-        text = "".join(json.dumps(each) + "\n" for each in rows)
-        (folder / f"{name}.jsonl").write_text(text, encoding="utf8")
-    return str(folder / "quiz.jsonl")
-
-
-@pytest.fixture(scope="module")
-def prose(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A file of plain texts, with its reference set beside it."""
-    folder = tmp_path_factory.mktemp("prose")
-    line = "The {} river rose in the night and by morning the {} fields were under water. "
-    words = ("old", "broad", "lower", "upper", "far", "green", "grey", "near")
-    for name, shift in (("prose", 0), ("prose_ref", 3)):
-        rows = [
-            {"text": "".join(line.format(words[(n + m) % 8], m + shift) for m in range(20))}
-            for n in range(3 + shift)
-        ]
-        text = "".join(json.dumps(each) + "\n" for each in rows)
-        (folder / f"{name}.jsonl").write_text(text, encoding="utf8")
-    return str(folder / "prose.jsonl")
 
 
 def make_study(quiz: str, folder: Path, **changes: Any) -> Study:

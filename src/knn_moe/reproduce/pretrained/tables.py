@@ -42,7 +42,7 @@ def finish(study: PretrainedStudy, table: Table, specs: Sequence[RunSpec], found
     plan = study.plan
     facts: dict[str, Any] = {
         "models": list(plan.models),
-        "tasks": {},
+        "tasks": {task: _describe_task(study, task) for task in {spec.task: 0 for spec in specs}},
         "seed": plan.seed,
         "preset": "strong",
         "batch_size": f"{plan.batch_tokens:,} tokens",
@@ -52,6 +52,12 @@ def finish(study: PretrainedStudy, table: Table, specs: Sequence[RunSpec], found
         **study.machine(),
     }
     return replace(table, notes=tuple(notes), facts=facts)
+
+
+def _describe_task(study: PretrainedStudy, task: str) -> str:
+    limit = study.plan.limit
+    items = "whole test set" if limit is None else f"at most {limit:,} questions or windows"
+    return f"{items} by {study.scoring(task)}, {study.size(task):,} reference rows"
 
 
 def by_method(spec: RunSpec) -> tuple[str, str]:
