@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from knn_moe.reproduce.pretrained.study import PretrainedStudy
 
 _PARTS: Final = ("accuracy", "text", "growth", "transfer", "together", "generation")
+_SPEED: Final = 300_000  # tokens a second: a guess for half a billion parameters on an H200
 _FIELDS: Final = (
     "models", "parts", "tasks", "methods", "reference", "sizes", "limit", "seed", "data",
     "batch_tokens", "one_rate",
@@ -151,6 +152,10 @@ def _make_study(output: Path, options: dict[str, Any]) -> PretrainedStudy:
 
 
 def _make_runs(study: PretrainedStudy, deadline: float | None) -> None:
+    from knn_moe.reproduce.results import left_out
+
+    for reason in left_out(study.plan.methods):
+        print_note(reason)
     with show_progress("Studying") as report:
         study.on_progress = report
         for spec, run in study.make_runs(deadline):
@@ -189,8 +194,13 @@ def _count(study: PretrainedStudy, as_json: bool) -> None:
     tokenizer = AutoTokenizer.from_pretrained(embedded_model(study.plan.models[0]))
     rows = list(count_tokens(study, tokenizer))
     rows.append(("all", *(sum(column) for column in list(zip(*rows, strict=True))[1:])))
-    columns = ("task", "questions", "tokens", "batches")
     if as_json:
+        columns = ("task", "questions", "tokens", "batches")
         print_json([dict(zip(columns, row, strict=True)) for row in rows])
         return
-    print_table(None, columns, [(row[0], *(f"{count:,}" for count in row[1:])) for row in rows])
+    shown = [
+        (task, f"{questions:,}", f"{tokens:,}", f"{batches:,}", f"{tokens / _SPEED:.1f}")
+        for task, questions, tokens, batches in rows
+    ]
+    speed = f"s at {_SPEED:,} tokens/s"
+    print_table(None, ("task", "questions", "tokens", "batches", speed), shown)

@@ -32,12 +32,14 @@ from knn_moe.methods.c3po_reference import C3poConfig, SolvedReference, solve_re
 from knn_moe.methods.method import Method
 from knn_moe.methods.pathways import LastLayers, find_last_layers
 from knn_moe.methods.task_context import TaskContext
-from knn_moe.routers.model_state import freeze
+from knn_moe.routers.model_state import freeze, input_device
 from knn_moe.tasks.answers import Answer
 from knn_moe.tasks.questions import Question
 from knn_moe.tasks.sample import Sample
 
-_TOGETHER: Final = 16  # questions whose ω are sought at a time
+# Questions whose ω are sought at a time, by device: a GPU is as fast for many.
+_TOGETHER: Final = {"cuda": 128}
+_FEW: Final = 16  # on other devices
 
 
 @dataclass(frozen=True)
@@ -128,15 +130,16 @@ class C3po(Method):
         if not self.reference.questions:  # no neighbour: the model alone
             return answer
         layers = find_last_layers(model, self.config.critical_layers, self.config.gradient)
-        chunk_of = {item.id: chunk for chunk in _chunks(batches) for item in chunk}
+        most = _TOGETHER.get(input_device(model).type, _FEW)
+        chunk_of = {item.id: chunk for chunk in _chunks(batches, most) for item in chunk}
         found: dict[str, Tensor] = {}
 
         def answer_with_pathways(batch: Sequence[Question], number: int) -> list[Sample]:
             if batch[0].id not in found:
                 chunk = chunk_of[batch[0].id]
                 found.clear()
-                for start in range(0, len(chunk), _TOGETHER):
-                    part = chunk[start : start + _TOGETHER]
+                for start in range(0, len(chunk), most):
+                    part = chunk[start : start + most]
                     chosen = self.choose_pathways(layers, part)
                     found.update(zip((item.id for item in part), chosen, strict=True))
             routing = torch.stack([found[item.id] for item in batch])
@@ -220,11 +223,11 @@ class ModeFinding(C3po):
         return routing
 
 
-def _chunks(batches: Sequence[Sequence[Question]]) -> list[list[Question]]:
+def _chunks(batches: Sequence[Sequence[Question]], most: int) -> list[list[Question]]:
     """Group whole batches, some of one question only: a step for many questions is as fast."""
     chunks: list[list[Question]] = []
     for batch in batches:
-        if not chunks or len(chunks[-1]) + len(batch) > _TOGETHER:
+        if not chunks or len(chunks[-1]) + len(batch) > most:
             chunks.append([])
         chunks[-1] += batch
     return chunks
