@@ -79,7 +79,8 @@ def _training(report: Row) -> str:
 `python experiments/train_smol_moe.py experiments/recipes/{report["recipe"]}.json --out OUT` \
 dequantised `{report["source"]}`,
 trained the feed-forwards of one copy for each domain ({branches["epochs"]:g} epochs at a learning
-rate of {branches["learning_rate"]:g}), mixed them, and trained all weights together:
+rate of {branches["learning_rate"]:g}), mixed them, fitted the routers by ridge regression to tell
+the domains apart, and trained all weights together:
 {report["history"]["steps"]} steps of {training["batch"]} × {training["length"]} tokens, the routers
 at {training["router_learning_rate"]:g} and the rest at {training["learning_rate"]:g}.
 The load-balancing loss of each layer has weight {training["balance"]:g}.
@@ -95,6 +96,7 @@ def _measured(report: Row) -> str:
         before = f"{report['dense_losses'][domain]:.3f} | {report['start_losses'][domain]:.3f}"
         lines.append(f"| {domain} | {seen} | {before} | {loss:.3f} |")
     table = "\n".join(lines)
+    spread = sum(report["logits"]["spread"]) / len(report["logits"]["spread"])
     return f"""\
 ## Loss on held-out text
 
@@ -106,8 +108,9 @@ mixture before it was trained together, and of this model.
 ## Use of the experts
 
 The busiest expert of a layer is chosen {max(report["experts"]["busiest"]):.2f} times as often as an
-even share, the least busy {min(report["experts"]["idlest"]):.2f} times. The table shows how expert
-use differs between domains: the Jensen-Shannon divergence in bits, averaged over the layers (0: the
+even share, the least busy {min(report["experts"]["idlest"]):.2f} times. The logits of a token have
+a standard deviation of {spread:.2f} over the experts, averaged over tokens and layers.
+The table shows how expert use differs between domains: the Jensen-Shannon divergence in bits, averaged over the layers (0: the
 same use, 1: different experts).
 
 {divergence_table(report)}

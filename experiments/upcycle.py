@@ -4,7 +4,7 @@ Shared by `train_smol_moe.py` and the tests; not a script of its own. A branch i
 dense model that was trained on one domain, and differs from it in its feed-forwards only. Each
 feed-forward is cut into shards of equal width, and every shard becomes an expert. The shards of a
 feed-forward have the same router row at the start, so that they are chosen together and the model
-starts as a mixture of whole feed-forwards.
+starts as a mixture of whole feed-forwards. `router_fit.py` makes the rows.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ _SHAPE: Final = (  # fields that the dense model's config hands to the mixture's
     "eos_token_id",
     "pad_token_id",
 )
-_ROUTER_SCALE: Final = 0.01  # standard deviation of a router's weights at the start
 
 
 @dataclass(frozen=True)
@@ -47,13 +46,14 @@ class Mixture:
         config: Fields of its config beyond the dense model's shape: experts, their width, top-k.
         shared: The share of the original feed-forward, which is then a shared expert that every
             token uses. With 0 the original is cut into experts like the branches.
-        seed: Of the routers' random rows.
+        router_spread: How large a token's logits are at the start: the mean standard deviation
+            over the branches.
     """
 
     model_type: str
     config: Mapping[str, Any]
     shared: float = 0.0
-    seed: int = 0
+    router_spread: float = 1.0
 
 
 def feed_forwards(model: Any) -> dict[str, Tensor]:
@@ -67,8 +67,17 @@ def is_feed_forward(name: str) -> bool:
 
 
 @torch.no_grad()
-def mix(dense: Any, branches: Sequence[Weights], mixture: Mixture) -> Any:
+def mix(dense: Any, branches: Sequence[Weights], rows: Tensor, mixture: Mixture) -> Any:
     """Make a mixture of the dense model and its branches, on the same device and in its dtype.
+
+    The original's row is the mean of the branches' rows, as if it were fitted to the mean of their
+    targets, so that it is chosen where fewer branches than the router chooses stand out.
+
+    Args:
+        dense: The dense model.
+        branches: The feed-forwards of its trained copies.
+        rows: The branches' router rows at unit spread, [layers, branches, d].
+        mixture: The form.
 
     Raises:
         ValueError: The number of experts is not a whole number of shards for each feed-forward.
@@ -80,7 +89,9 @@ def mix(dense: Any, branches: Sequence[Weights], mixture: Mixture) -> Any:
         raise ValueError(f"{mixture.model_type!r} has no place for {unexpected}.")
     original = feed_forwards(dense)
     copies = list(branches) if mixture.shared else [original, *branches]
-    generator = torch.Generator().manual_seed(mixture.seed)
+    rows = rows * mixture.router_spread
+    if not mixture.shared:
+        rows = torch.cat([rows.mean(dim=1, keepdim=True), rows], dim=1)
     for router in find_routers(model):
         block: Any = block_of(model, router.name)
         shards = _count_shards(block.experts, len(copies), dense.config.intermediate_size)
@@ -96,8 +107,7 @@ def mix(dense: Any, branches: Sequence[Weights], mixture: Mixture) -> Any:
             block.shared_experts.gate_proj.weight.copy_(gate)
             block.shared_experts.up_proj.weight.copy_(up)
             block.shared_experts.down_proj.weight.copy_(down * mixture.shared)
-        rows = torch.randn(len(copies), router.hidden_size, generator=generator) * _ROUTER_SCALE
-        router.weight.copy_(rows.repeat_interleave(shards, dim=0))
+        router.weight.copy_(rows[router.layer].repeat_interleave(shards, dim=0))
     return model
 
 

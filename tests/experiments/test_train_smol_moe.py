@@ -18,7 +18,7 @@ from helpers.small_gguf import small_llama, write_gguf
 from helpers.small_mixtures import FORMS
 from knn_moe.routers.find import find_routers
 from smol_card import smol_card
-from train_smol_moe import Recipe, Training, count_steps, draw_batches
+from train_smol_moe import Recipe, Training, count_steps, draw_batches, next_token_loss
 
 pytest.importorskip("gguf")
 RECIPES = sorted((Path(train_smol_moe.__file__).parent / "recipes").glob("smol-*.json"))
@@ -75,7 +75,11 @@ def test_a_form_is_a_folder_like_any_other(form: str, workshop: Workshop) -> Non
     assert report["active"] < report["parameters"]
     assert set(report["losses"]) == {*SEEN, *UNSEEN}
     assert report["history"]["steps"] == 6
-    assert report["experts"].keys() == {"load", "busiest", "idlest", "divergence"}
+    for state in ("start_", ""):
+        assert report[state + "experts"].keys() == {"load", "busiest", "idlest", "divergence"}
+        assert [len(part) for part in report[state + "logits"].values()] == [2, 2]  # layers
+    assert report["start_logits"]["spread"] == pytest.approx([1, 1], abs=0.35)
+    assert set(report["router_accuracy"]) == set(SEEN)
     assert all(report["losses"][name] < report["dense_losses"][name] for name in SEEN)
     assert (folder / "README.md").read_text(encoding="utf8") == smol_card(report)
 
@@ -123,6 +127,18 @@ def test_a_recipe_is_for_smollm2_and_five_branches(path: Path) -> None:
     assert config.num_experts_per_tok * width == (1536 if mixture.shared else 2 * 1536)
     if mixture.shared:
         assert config.n_shared_experts * width == 1536
+
+
+def test_the_loss_in_chunks_is_that_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_smol_moe, "_CHUNK", 7)
+    batch = torch.randint(3, 200, (2, 20))
+    gradients = []
+    for whole in (True, False):
+        model = small_llama()
+        loss = model(batch, labels=batch).loss if whole else next_token_loss(model, batch)
+        loss.backward()
+        gradients.append([loss, *(parameter.grad for parameter in model.parameters())])
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-5)
 
 
 def test_batches_go_on_after_an_epoch_in_another_order() -> None:

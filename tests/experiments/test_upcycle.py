@@ -36,6 +36,13 @@ def branches(dense: Any) -> list[dict[str, Tensor]]:
     ]
 
 
+@pytest.fixture(scope="module")
+def rows(dense: Any) -> Tensor:
+    """Return router rows of five branches in two layers."""
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(2, 5, dense.config.hidden_size, generator=generator)
+
+
 def run_feed_forward(weights: dict[str, Tensor], layer: int, x: Tensor) -> Tensor:
     gate, up, down = (
         weights[f"model.layers.{layer}.mlp.{name}_proj.weight"] for name in ("gate", "up", "down")
@@ -46,9 +53,9 @@ def run_feed_forward(weights: dict[str, Tensor], layer: int, x: Tensor) -> Tenso
 @pytest.mark.parametrize("form", FORMS)
 @torch.no_grad()
 def test_a_mixture_of_equal_copies_is_the_dense_model(
-    form: str, dense: Any, tmp_path: Path
+    form: str, dense: Any, rows: Tensor, tmp_path: Path
 ) -> None:
-    model = mix(dense, [feed_forwards(dense)] * 5, FORMS[form])
+    model = mix(dense, [feed_forwards(dense)] * 5, rows, FORMS[form])
     ids = torch.randint(3, 200, (2, 40))
     expected = dense(ids).logits
     torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
@@ -60,15 +67,15 @@ def test_a_mixture_of_equal_copies_is_the_dense_model(
 @pytest.mark.parametrize("form", ["shards", "whole"])
 @torch.no_grad()
 def test_a_block_mixes_the_two_likeliest_feed_forwards(
-    form: str, dense: Any, branches: list[dict[str, Tensor]]
+    form: str, dense: Any, branches: list[dict[str, Tensor]], rows: Tensor
 ) -> None:
-    model = mix(dense, branches, FORMS[form])
+    model = mix(dense, branches, rows, FORMS[form])
     copies = [feed_forwards(dense), *branches]
     x = torch.randn(1, 30, dense.config.hidden_size)
     for router, layer in zip(find_routers(model), model.model.layers, strict=True):
-        rows = router.weight.view(len(copies), -1, router.hidden_size)
-        assert torch.equal(rows, rows[:, :1].expand_as(rows))  # the shards of a copy are equal
-        weights, chosen = F.linear(x[0], rows[:, 0]).softmax(-1).topk(2)
+        shards = router.weight.view(len(copies), -1, router.hidden_size)
+        assert torch.equal(shards, shards[:, :1].expand_as(shards))
+        weights, chosen = F.linear(x[0], shards[:, 0]).softmax(-1).topk(2)
         outputs = torch.stack([run_feed_forward(copy, router.layer, x[0]) for copy in copies])
         picked = outputs[chosen, torch.arange(30)[:, None]]
         expected = (picked * (weights / weights.sum(-1, keepdim=True))[..., None]).sum(1)
@@ -77,9 +84,9 @@ def test_a_block_mixes_the_two_likeliest_feed_forwards(
 
 @torch.no_grad()
 def test_a_block_with_a_shared_expert_adds_the_likeliest_branch(
-    dense: Any, branches: list[dict[str, Tensor]]
+    dense: Any, branches: list[dict[str, Tensor]], rows: Tensor
 ) -> None:
-    model = mix(dense, branches, FORMS["shared"])
+    model = mix(dense, branches, rows, FORMS["shared"])
     x = torch.randn(1, 30, dense.config.hidden_size)
     for router, layer in zip(find_routers(model), model.model.layers, strict=True):
         chosen = F.linear(x[0], router.weight[::4]).argmax(-1)
@@ -89,16 +96,15 @@ def test_a_block_with_a_shared_expert_adds_the_likeliest_branch(
         torch.testing.assert_close(layer.mlp(x)[0], expected, rtol=1e-4, atol=1e-4)
 
 
-def test_routers_depend_on_the_seed(dense: Any, branches: list[dict[str, Tensor]]) -> None:
-    form = FORMS["whole"]
-    first, again, other = (
-        find_routers(mix(dense, branches, part))[0].weight
-        for part in (form, form, replace(form, seed=1))
-    )
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
+def test_routers_have_the_branches_rows_and_their_mean_for_the_original(
+    dense: Any, branches: list[dict[str, Tensor]], rows: Tensor
+) -> None:
+    model = mix(dense, branches, rows, replace(FORMS["whole"], router_spread=3.0))
+    for router, expected in zip(find_routers(model), rows, strict=True):
+        assert torch.equal(router.weight[1:], 3 * expected)
+        torch.testing.assert_close(router.weight[0], 3 * expected.mean(dim=0))
 
 
-def test_experts_that_do_not_fit_are_refused(dense: Any) -> None:
+def test_experts_that_do_not_fit_are_refused(dense: Any, rows: Tensor) -> None:
     with pytest.raises(ValueError, match=r"6 experts of width 32 cannot hold 3 feed-forwards"):
-        mix(dense, [feed_forwards(dense)] * 2, FORMS["whole"])
+        mix(dense, [feed_forwards(dense)] * 2, rows, FORMS["whole"])
