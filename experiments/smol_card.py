@@ -110,8 +110,8 @@ mixture before it was trained together, and of this model.
 The busiest expert of a layer is chosen {max(report["experts"]["busiest"]):.2f} times as often as an
 even share, the least busy {min(report["experts"]["idlest"]):.2f} times. The logits of a token have
 a standard deviation of {spread:.2f} over the experts, averaged over tokens and layers.
-The table shows how expert use differs between domains: the Jensen-Shannon divergence in bits, averaged over the layers (0: the
-same use, 1: different experts).
+The table shows how expert use differs between domains: the Jensen-Shannon divergence in bits,
+averaged over the layers (0: the same use, 1: different experts).
 
 {divergence_table(report)}
 
