@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from knn_moe.errors import ConfigError
@@ -17,6 +17,7 @@ SIMILARITIES: Final = ("rbf", "rbf-unit", "cosine")
 GRADIENTS: Final = ("sparse", "dense")
 TOKENS: Final = ("all", "completion")
 INDEXES: Final = ("exact", "faiss-flat", "ivfpq", "fast")
+HEAD_KEYS: Final = ("router", "hidden")
 
 PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
     # §5.1 "Implementation Details": S = 1, η = 2e-2, K = 1, RBF kernel.
@@ -125,11 +126,15 @@ class HeadConfig:
 
     k: int = 64  # cases whose next tokens are mixed in
     weight: float = 0.3  # their share of the probability
-    # Each case weighs exp(-γ · gamma_scale · d²), with the γ of the last layer.
+    # Each case weighs exp(-γ · gamma_scale · d²), with the γ of the keys.
     gamma_scale: float = 3.0
+    # What is looked up: the input of the last router, or the last hidden state, as kNN-LM does.
+    keys: str = "router"
+    alone: bool = False  # leave the routing as it is: kNN-LM alone
 
     def __post_init__(self) -> None:
         _check_count("head's k", self.k, 1)
+        _check_name("head's keys", self.keys, HEAD_KEYS)
         _check_width("head's gamma_scale", self.gamma_scale or 0.0)
         if not 0 <= self.weight < 1:
             raise ConfigError(
@@ -185,16 +190,19 @@ class RoutingConfig:
             raise ConfigError(f"{field} must be of type {kind.__name__}{hint}, got {value!r}.")
 
     def for_layer(self, layer: int) -> LayerRouting:
-        """Return the widths and the factor of `layer`: its own, or those for all layers."""
-        for own in self.per_layer:
-            if own.layer == layer:
-                return own
-        return LayerRouting(
+        """Return the widths and the factor of `layer`: its own, or those for all layers.
+
+        Where the head is used alone, the factor is 0.
+        """
+        shared = LayerRouting(
             layer=layer,
             gamma_scale=self.gamma_scale,
             confidence_scale=self.confidence_scale or self.gamma_scale,
             confidence_factor=self.confidence_factor,
         )
+        found = next((own for own in self.per_layer if own.layer == layer), shared)
+        off = self.head is not None and self.head.alone
+        return replace(found, confidence_factor=0.0) if off else found
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON takes them."""

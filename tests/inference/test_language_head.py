@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -274,7 +275,9 @@ def test_logits_that_cannot_be_had_are_refused(
         zoo_olmoe(IDS, use_cache=False, logits_to_keep=torch.tensor([1, 4]).view(1, 2))
 
 
-@pytest.mark.parametrize("wrong", [{"k": 0}, {"weight": 1.0}, {"weight": -0.1}, {"gamma_scale": 0}])
+@pytest.mark.parametrize(
+    "wrong", [{"k": 0}, {"weight": 1.0}, {"weight": -0.1}, {"gamma_scale": 0}, {"keys": "x"}]
+)
 def test_a_head_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"head's {next(iter(wrong))}"):
         HeadConfig(**wrong)
@@ -282,13 +285,24 @@ def test_a_head_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
         RoutingConfig(head="yes")  # type: ignore[arg-type]
 
 
-def test_where_nothing_is_trusted_a_head_is_refused(
+def test_without_routing_it_mixes_into_the_model_alone(
     zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory
 ) -> None:
-    with pytest.raises(ConfigError, match="every confidence_factor is 0"):
-        attach(zoo_olmoe, zoo_memory, with_head(zoo_memory, confidence_factor=0.0))
-    with attach(zoo_olmoe, zoo_memory, with_head(zoo_memory, None, confidence_factor=0.0)):
-        assert read(zoo_olmoe).isfinite().all()
+    alone = read(zoo_olmoe).log_softmax(dim=-1)
+    off = with_head(zoo_memory, confidence_factor=0.0)
+    only = with_head(zoo_memory, replace(HEAD, alone=True))
+    with attach(zoo_olmoe, zoo_memory, off):
+        mixed = read(zoo_olmoe)
+    with attach(zoo_olmoe, zoo_memory, only) as routing:
+        assert torch.equal(read(zoo_olmoe), mixed)
+        (stats,) = routing.stats().values()
+        assert stats.mean_confidence == 0
+    # What no case was followed by has lost the head's share of its probability, and no more.
+    lost = (mixed - alone).flatten(0, 1)
+    assert float(lost.min()) == pytest.approx(math.log(1 - HEAD.weight), abs=1e-5)
+    assert float(lost.max()) > 0
+    assert only.for_layer(0).confidence_factor == 0
+    assert replace(only, head=None).for_layer(0).confidence_factor == 1
 
 
 def test_no_more_cases_than_there_are(

@@ -19,13 +19,13 @@ from helpers.unchanged import left_as_it_was
 from helpers.zoo import family, make_texts
 from knn_moe.errors import ConfigError, ReferenceSetError, UnsupportedModelError
 from knn_moe.evaluation.evaluate import EvalConfig, evaluate
-from knn_moe.index import IndexConfig, build_index
+from knn_moe.index import IndexConfig, KeyIndex, build_index
+from knn_moe.inference.hidden_states import HiddenStateHook
+from knn_moe.inference.language_head import HeadMixture, HiddenHead
 from knn_moe.methods import TaskContext, prepare
 from knn_moe.methods.knn_lm import (
     KnnLm,
     KnnLmConfig,
-    KnnLmHead,
-    TokenIndex,
     TokenStore,
     choose,
     hold_out,
@@ -33,6 +33,7 @@ from knn_moe.methods.knn_lm import (
     read_store,
 )
 from knn_moe.methods.knn_moe import routing_memory
+from knn_moe.recall.next_token import TokenIndex
 from knn_moe.support.embedded_models import EMBEDDED_MODELS
 from knn_moe.tasks import Task, TaskData, Text
 from knn_moe.tasks.likelihood import token_losses
@@ -282,6 +283,10 @@ def test_the_test_set_has_no_influence(tiny_tokenizer: Any, olmoe_context: TaskC
     assert facts[0] == facts[1]
 
 
+def make_head(index: KeyIndex, values: Tensor, mixture: HeadMixture) -> HiddenHead:
+    return HiddenHead(HiddenStateHook(family("olmoe")), TokenIndex(index, values), mixture)
+
+
 def test_an_empty_search_result_leaves_the_model_alone() -> None:
     class Blind:
         """Finds nothing, as an approximate index may."""
@@ -293,9 +298,9 @@ def test_an_empty_search_result_leaves_the_model_alone() -> None:
         def tensors(self) -> dict[str, Tensor]:
             return {}
 
-    logits = torch.randn(2, 3, 11)
-    head = KnnLmHead(TokenIndex(Blind(), torch.tensor([4])), replace(GIVEN, k=1))
-    mixed = head.mix(torch.randn(2, 3, 5), logits)
+    logits = torch.randn(6, 11)
+    head = make_head(Blind(), torch.tensor([4]), HeadMixture(1, 0.3, 90.0))
+    mixed = head.mix(torch.randn(6, 5), logits)
     torch.testing.assert_close(mixed, logits.log_softmax(dim=-1))
 
 
@@ -306,8 +311,8 @@ def test_an_approximate_index_finds_about_the_same() -> None:
     mixed = []
     for kind in ("exact", "fast"):
         index = build_index(keys, IndexConfig(kind=kind), torch.device("cpu"))
-        config = KnnLmConfig(k=4, weight=0.5, temperature=10.0)
-        mixed.append(KnnLmHead(TokenIndex(index, values), config).mix(hidden, logits).exp())
+        head = make_head(index, values, HeadMixture(4, 0.5, 10.0))
+        mixed.append(head.mix(hidden, logits).exp())
     assert float((mixed[0] - mixed[1]).abs().mean()) < 1e-3
     assert float((mixed[0] - logits.softmax(dim=-1)).abs().mean()) > 1e-2
 

@@ -19,11 +19,13 @@ from knn_moe.errors import ConfigError, MemoryFormatError
 from knn_moe.index import ExactIndex, KeyIndex
 from knn_moe.index.exact import spread_evenly, squared_distance
 from knn_moe.memory.compressed import CompressedLayer, IndexQuality
+from knn_moe.memory.head_keys import HeadKeys, uses_head_keys
 from knn_moe.memory.layers import LayerMemory
 from knn_moe.memory.memory import RoutingMemory
 from knn_moe.memory.writer import write_layers
 from knn_moe.recall.layer import layer_gamma, name_values, open_layer, rows_of
 from knn_moe.recall.neighbours import Neighbours, Widths, confidence_of
+from knn_moe.recall.next_token import open_head_keys
 from knn_moe.support.progress import OnProgress, Progress, ignore_progress
 
 _SAMPLE: Final = 512  # keys that an index is tried on
@@ -75,7 +77,14 @@ def compress(
             on_progress(Progress("compressing", done, len(full)))
 
     manifest = replace(memory.manifest, routing=routing)
-    write_layers(Path(folder), manifest, memory.provenance, layers(), overwrite=overwrite)
+    write_layers(
+        Path(folder),
+        manifest,
+        memory.provenance,
+        layers(),
+        head_keys=compress_head_keys(memory, index, place),
+        overwrite=overwrite,
+    )
     return RoutingMemory.from_pretrained(folder, verify=False)
 
 
@@ -105,6 +114,17 @@ def compress_layer(
         similarity=routing.similarity,
         quality=measure_index(index, layer.keys, widths, routing, device),
     )
+
+
+def compress_head_keys(
+    memory: RoutingMemory, config: IndexConfig, device: torch.device
+) -> HeadKeys | None:
+    """Put an index, made on `device`, in place of the head keys. None: the memory uses none."""
+    if memory.head_keys is None or not uses_head_keys(memory.routing):
+        return None
+    index = open_head_keys(memory, config, device).index
+    tensors = {name: tensor.cpu() for name, tensor in index.tensors().items()}
+    return HeadKeys(tensors, memory.head_keys.gamma, config)
 
 
 def measure_index(

@@ -11,13 +11,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Final
+from itertools import product
+from typing import Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 WEIGHTS: Final = tuple(tenth / 10 for tenth in range(10))  # values of λ to try
+KS: Final = (16, 64, 256)  # values of K to try
+# Values of τ to try, in units of the mean squared distance to the nearest neighbour.
+TEMPERATURES: Final = (0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 1.0)
+
+
+class Mixture(NamedTuple):
+    """K, λ and τ of a mixture, after the mean loss of the tokens that it was tried on."""
+
+    loss: float
+    k: int
+    weight: float
+    temperature: float
 
 
 def distance_weights(squared_distance: Tensor, temperature: float) -> Tensor:
@@ -67,6 +80,38 @@ def mix_likelihoods(
     for weight in weights:
         rest = _log_rest(squared_distance, weight)
         yield weight, torch.logaddexp(rest + own, (weight * share).log())
+
+
+def likeliest_mixture(
+    own: Tensor,
+    squared_distance: Tensor,
+    right: Tensor,
+    ks: Sequence[int] = KS,
+    temperatures: Sequence[float] | None = None,
+    weights: Sequence[float] = WEIGHTS,
+) -> Mixture:
+    """Try every K, τ and λ on tokens whose neighbours were looked up once; return the likeliest.
+
+    Args:
+        own, squared_distance, right, weights: As in `mix_likelihoods`, nearest neighbours first.
+        ks: The values of K, at most as many as there are neighbours.
+        temperatures: The values of τ. None: those in proportion to the distances.
+    """
+    tried = []
+    for k, temperature in product(ks, temperatures or scale_temperatures(squared_distance)):
+        near = squared_distance[:, :k], right[:, :k]
+        for weight, mixed in mix_likelihoods(own, *near, temperature, weights):
+            tried.append(Mixture(-float(mixed.double().mean()), k, weight, temperature))
+    return min(tried)
+
+
+def scale_temperatures(squared_distance: Tensor) -> list[float]:
+    """Return the values of τ to try. Distances of 0 do not count: texts of one template share
+    beginnings. Shapes: squared_distance [T, K], nearest first."""
+    nearest = squared_distance[:, 0]
+    nearest = nearest[(nearest > 0) & nearest.isfinite()]
+    unit = float(nearest.mean()) if len(nearest) else 1.0
+    return [unit * factor for factor in TEMPERATURES]
 
 
 def _log_rest(squared_distance: Tensor, weight: float) -> Tensor:

@@ -20,6 +20,7 @@ from knn_moe.config import RoutingConfig
 from knn_moe.errors import AttachError, ConfigError, MemoryMismatchError, RouterNotCalledError
 from knn_moe.explain.explain import Describer, explain_sequences, split_sequences, tokenize
 from knn_moe.explain.explanation import Explanation
+from knn_moe.inference.hidden_states import has_hidden_state_hook
 from knn_moe.inference.history import TokenHistory
 from knn_moe.inference.hooks import LayerStats, RecallHook, RowSelection, TokenMask
 from knn_moe.inference.language_head import Head, install_heads, make_head
@@ -68,6 +69,10 @@ def check_free(model: nn.Module) -> None:
                 f"{type(model).__name__} has a memory attached already (at {router.name!r}). "
                 f"Detach it first. To use several at once, merge them or use attach_all()."
             )
+    if has_hidden_state_hook(model):
+        raise AttachError(
+            f"{type(model).__name__} has a language-model head attached already. Detach it first."
+        )
 
 
 def routers_for(
@@ -141,12 +146,12 @@ class Handle:
     def _remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-        for hook in self.recall_hooks():
-            hook.take_inputs()
+        for head in self._heads:
+            head.forget()
         self._handles = []
 
     def _check_heads(self) -> None:
-        if any(head.hook.selection.used and not head.ran for head in self._heads):
+        if any(head.selection.used and not head.ran for head in self._heads):
             raise RouterNotCalledError(
                 "The model ran without calling the memory's language-model head. Call the model "
                 "itself, not its forward or its decoder alone, or leave out head=."
@@ -186,14 +191,14 @@ class Routing(Handle):
         self.memory = memory
         self.config = config
         self._model = model
-        self._mask = TokenMask(model, routers)
+        self._mask = TokenMask(model, routers or find_routers(model))
         self._history = TokenHistory(self._mask)
         self._hooks = [
             make_recall_hook(router, memory, config, self._mask)
             for router in routers
             if len(memory)
         ]
-        self._heads = make_head(self._hooks, memory, config)
+        self._heads = make_head(model, self._hooks, memory, config)
         forget_compiled_graphs()
         self._handles = [handle for hook in self._hooks for handle in hook.install()]
         self._handles += install_heads(model, self._heads)
@@ -297,7 +302,10 @@ def check_belongs(model: nn.Module, memory: RoutingMemory) -> None:
 def _choose_routers(
     routers: list[Router], memory: RoutingMemory, config: RoutingConfig
 ) -> list[Router]:
-    """Return the routers of the chosen layers, except where the confidence factor is 0."""
+    """Return the routers of the chosen layers whose routing the memory changes.
+
+    A head of router inputs needs one of them anyway.
+    """
     by_layer = {router.layer: router for router in routers}
     wanted = tuple(memory.layers) if config.layers is None else config.layers
     missing = [index for index in wanted if index not in memory.layers]
@@ -312,7 +320,10 @@ def _choose_routers(
                 f"{memory.base_model}; the model's is "
                 f"{f'{router.hidden_size} → {router.num_experts}' if router else 'not there'}."
             )
-    return [by_layer[index] for index in wanted if config.for_layer(index).confidence_factor > 0]
+    used = [index for index in wanted if config.for_layer(index).confidence_factor > 0]
+    if not used and config.head is not None and config.head.keys == "router":
+        used = [max(wanted)]
+    return [by_layer[index] for index in used]
 
 
 def _end_tokens(model: nn.Module) -> tuple[int, ...]:

@@ -1,10 +1,11 @@
 """The language-model head of a memory: its cases also know which token came next.
 
-A memory of router inputs contains a kNN-LM. The inputs of the last layer it is attached to are
-looked up once more, with a larger K, and the tokens that followed the cases found are mixed into
-the model's next-token probabilities (equations/next_token.py). That takes one more search, and no
-more than the tokens which a memory has anyway. A loss that the model computes from labels stays
-that of its own logits.
+A memory contains a kNN-LM. Each token's key is looked up, with a larger K than for routing, and
+the tokens that followed the cases found are mixed into the model's next-token probabilities
+(equations/next_token.py). The key is the input of the last router that the memory is attached to,
+which takes no more storage than a memory has anyway; or the last hidden state, as kNN-LM has it,
+for which a memory holds head keys. A loss that the model computes from labels stays that of its
+own logits.
 
 Knows hooks and logits; how cases are found is recall/'s.
 """
@@ -12,7 +13,7 @@ Knows hooks and logits; how cases are found is recall/'s.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,74 +21,122 @@ from torch.utils.hooks import RemovableHandle
 
 from knn_moe.config import HeadConfig, RoutingConfig
 from knn_moe.equations.next_token import mix_next_token
-from knn_moe.errors import ConfigError, UnsupportedModelError
-from knn_moe.inference.hooks import RecallHook
+from knn_moe.errors import AttachError, UnsupportedModelError
+from knn_moe.inference.hidden_states import HiddenStateHook
+from knn_moe.inference.hooks import RecallHook, RowSelection
 from knn_moe.memory.memory import RoutingMemory
 from knn_moe.recall.layer import layer_gamma
+from knn_moe.recall.next_token import TokenIndex, open_head_keys
 from knn_moe.routers.model_state import unwrap
 
 _NUMBERS: Final = 1 << 26  # that a search or a mixture holds at a time
 
 
-class Head(nn.Module):
-    """The head on a layer's hook, for the rows that use the memory.
+class HeadMixture(NamedTuple):
+    """How the tokens that followed the nearest cases are mixed in."""
 
-    A module only so that its tensors are buffers, which compilers treat as static. Shapes:
-    following [M] int64, the token after each case, -1 where there is none.
+    k: int
+    weight: float  # λ of equations/next_token.py
+    temperature: float  # τ, of squared distances
+
+    @classmethod
+    def of(cls, config: HeadConfig, gamma: float) -> HeadMixture:
+        """Return what `config` makes of the keys' γ."""
+        return cls(config.k, config.weight, 1 / (gamma * config.gamma_scale))
+
+
+class Head(nn.Module):
+    """Mixes next tokens into a model's logits, for the rows that use the memory.
+
+    A module only so that its tensors are buffers, which compilers treat as static.
     """
 
-    following: Tensor
-
-    def __init__(
-        self, hook: RecallHook, following: Tensor, gamma: float, config: HeadConfig
-    ) -> None:
+    def __init__(self, mixture: HeadMixture, selection: RowSelection) -> None:
         super().__init__()
-        self.hook = hook
-        self.config = config
-        self.k = min(config.k, hook.recall.cases)
+        self.mixture = mixture
+        self.selection = selection
         self.ran = False
-        self.temperature = 1 / (gamma * config.gamma_scale)
-        self.register_buffer("following", following.to(hook.recall.gamma.device), persistent=False)
-        hook.keeps_inputs = True
+
+    def install(self) -> list[RemovableHandle]:
+        """Put hooks on the model that keep the keys to look up, if the head has its own."""
+        return []
+
+    def forget(self) -> None:
+        """Forget keys that a run left which did not come to its end, or not this way."""
+        raise NotImplementedError
+
+    def take_keys(self, logits: Tensor, kept: Any) -> Tensor:
+        """Return the keys of the tokens that have logits.
+
+        `kept` is transformers' `logits_to_keep`. Shapes: logits [B, T, V] → [B, T, d].
+        """
+        raise NotImplementedError
+
+    def nearest(self, keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Return squared distances, inf where nothing followed, and the tokens that followed.
+
+        Shapes: keys [T, d] → [T, k] fp32 and int64.
+        """
+        raise NotImplementedError
 
     def on_output(self, output: Any, kept: Any) -> None:
         """Mix next tokens into the logits of `output`. `kept` is transformers' `logits_to_keep`."""
         self.ran = True
-        if self.hook.selection.empty:
+        if self.selection.empty:
             return
         logits = getattr(output, "logits", None)
         if not isinstance(logits, Tensor):
             raise UnsupportedModelError(
-                f"The model returned {type(output).__name__} without logits, which the memory's "
-                f"head needs. Call it with return_dict=True, or leave out head=."
+                f"The model returned {type(output).__name__} without logits, which a head needs. "
+                f"Call it with return_dict=True, or leave out head=."
             )
-        inputs = self._inputs(logits, kept)
-        mixed = self.mix(inputs.flatten(0, 1), logits.flatten(0, 1)).view(logits.shape)
+        keys = self.take_keys(logits, kept)
+        mixed = self.mix(keys.flatten(0, 1), logits.flatten(0, 1)).view(logits.shape)
         count = logits.shape[:2].numel()
-        selected = self.hook.selection.tokens(count, len(logits), logits.device)
+        selected = self.selection.tokens(count, len(logits), logits.device)
         if selected is not None:
             mixed = torch.where(selected.view(*logits.shape[:2], 1), mixed, logits.to(mixed.dtype))
         output.logits = mixed
 
-    def mix(self, inputs: Tensor, logits: Tensor) -> Tensor:
-        """Return log-probabilities. Shapes: inputs [T, d]; logits [T, V] → [T, V] fp32."""
-        at_once = max(1, _NUMBERS // max(logits.shape[-1], self.k * inputs.shape[-1]))
+    def mix(self, keys: Tensor, logits: Tensor) -> Tensor:
+        """Return log-probabilities. Shapes: keys [T, d]; logits [T, V] → [T, V] fp32."""
+        at_once = max(1, _NUMBERS // max(logits.shape[-1], self.mixture.k * keys.shape[-1]))
         if len(logits) <= at_once:
-            return self._mix(inputs, logits)
-        parts = zip(inputs.split(at_once), logits.split(at_once), strict=True)
+            return self._mix(keys, logits)
+        parts = zip(keys.split(at_once), logits.split(at_once), strict=True)
         return torch.cat([self._mix(*part) for part in parts])
 
-    def _mix(self, inputs: Tensor, logits: Tensor) -> Tensor:
-        recall = self.hook.recall
+    def _mix(self, keys: Tensor, logits: Tensor) -> Tensor:
+        k, weight, temperature = self.mixture
         with torch.no_grad():
-            distance, rows = recall.nearest_of(inputs.to(recall.gamma.device), self.k)
-        tokens = self.following[rows]
-        distance = distance.masked_fill(tokens < 0, float("inf")).to(logits.device)
-        tokens = tokens.clamp(min=0).to(logits.device)
-        return mix_next_token(logits, distance, tokens, self.config.weight, self.temperature)
+            found = self.nearest(keys, k)
+        distance, tokens = (part.to(logits.device) for part in found)
+        return mix_next_token(logits, distance, tokens, weight, temperature)
 
-    def _inputs(self, logits: Tensor, kept: Any) -> Tensor:
-        """Return the router inputs of the tokens that have logits. Result [B, T, d]."""
+
+class RouterHead(Head):
+    """Looks up what a router read, in the cases of its layer.
+
+    Shapes: following [M] int64, the token after each case, -1 where there is none.
+    """
+
+    following: Tensor
+
+    def __init__(self, hook: RecallHook, following: Tensor, mixture: HeadMixture) -> None:
+        super().__init__(mixture, hook.selection)
+        self.hook = hook
+        self.register_buffer("following", following.to(hook.recall.gamma.device), persistent=False)
+        hook.keeps_inputs = True
+
+    def forget(self) -> None:
+        self.hook.take_inputs()
+
+    def nearest(self, keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        distance, rows = self.hook.recall.nearest_of(keys.to(self.following.device), k)
+        tokens = self.following[rows]
+        return distance.masked_fill(tokens < 0, float("inf")), tokens.clamp(min=0)
+
+    def take_keys(self, logits: Tensor, kept: Any) -> Tensor:
         read = self.hook.take_inputs()
         batch = logits.shape[0]
         if read is not None and logits.ndim == 3 and not len(read) % batch:
@@ -105,24 +154,64 @@ class Head(nn.Module):
         )
 
 
+class HiddenHead(Head):
+    """Looks up the last hidden state among others: a kNN-LM."""
+
+    def __init__(
+        self,
+        hook: HiddenStateHook,
+        index: TokenIndex,
+        mixture: HeadMixture,
+        selection: RowSelection | None = None,
+    ) -> None:
+        mixture = mixture._replace(k=min(mixture.k, len(index)))
+        super().__init__(mixture, selection or RowSelection())
+        self.hook = hook
+        self.index = index
+
+    def install(self) -> list[RemovableHandle]:
+        return self.hook.install()
+
+    def forget(self) -> None:
+        self.hook.take_inputs()
+
+    def nearest(self, keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        return self.index.nearest(keys, k)
+
+    def take_keys(self, logits: Tensor, kept: Any) -> Tensor:
+        return self.hook.take(logits.shape[:-1])
+
+
 def make_head(
-    hooks: Sequence[RecallHook], memory: RoutingMemory, config: RoutingConfig
+    model: nn.Module,
+    hooks: Sequence[RecallHook],
+    memory: RoutingMemory,
+    config: RoutingConfig,
+    selection: RowSelection | None = None,
 ) -> list[Head]:
-    """Make the head of the last attached layer; an empty list if the config has none.
+    """Make the head that `config` names, for the rows of `selection`; an empty list if it has none.
 
     Raises:
-        ConfigError: No layer is attached that a head could recall from.
+        AttachError: The head keys do not fit on the device of the output embedding.
+        MemoryFormatError: The head looks up hidden states, and the memory has none.
     """
-    if config.head is None or config.head.weight == 0 or not len(memory):
+    head = config.head
+    if head is None or head.weight == 0 or not len(memory):
         return []
-    if not hooks:
-        raise ConfigError(
-            "A head recalls cases of the last attached layer, and every confidence_factor is 0. "
-            "Raise one, or leave out head=."
-        )
-    hook = max(hooks, key=lambda each: each.router.layer)
-    gamma = layer_gamma(memory, hook.router.layer, config, hook.router.device)
-    return [Head(hook, memory.provenance.following, gamma, config.head)]
+    if head.keys == "router":
+        last = max(hooks, key=lambda each: each.router.layer)
+        gamma = layer_gamma(memory, last.router.layer, config, last.router.device)
+        return [RouterHead(last, memory.provenance.following, HeadMixture.of(head, gamma))]
+    hook = HiddenStateHook(model)
+    try:
+        index = open_head_keys(memory, config.index, hook.device)
+    except torch.OutOfMemoryError:
+        raise AttachError(
+            f"The head's keys do not fit on {hook.device} beside the model. Compress the memory "
+            f"(knn-moe compress), or leave out head=."
+        ) from None
+    gamma = memory.head_keys.gamma if memory.head_keys else 1.0
+    return [HiddenHead(hook, index, HeadMixture.of(head, gamma), selection)]
 
 
 def install_heads(model: nn.Module, heads: Sequence[Head]) -> list[RemovableHandle]:
@@ -132,7 +221,7 @@ def install_heads(model: nn.Module, heads: Sequence[Head]) -> list[RemovableHand
 
     def before(module: nn.Module, args: tuple[Any, ...]) -> None:
         for head in heads:
-            head.hook.take_inputs()  # left by a run that did not come to its end, or not this way
+            head.forget()
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         for head in heads:
@@ -141,6 +230,7 @@ def install_heads(model: nn.Module, heads: Sequence[Head]) -> list[RemovableHand
 
     whole = unwrap(model)
     return [
+        *(handle for head in heads for handle in head.install()),
         whole.register_forward_pre_hook(before),
         whole.register_forward_hook(after, with_kwargs=True),
     ]

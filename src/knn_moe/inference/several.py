@@ -86,7 +86,9 @@ class Memories(Handle):
                 for router in routers
                 if len(memory)
             ]
-            self._heads += make_head(self._hooks[name], memory, config)
+            self._heads += make_head(
+                model, self._hooks[name], memory, config, self._selections[name]
+            )
         forget_compiled_graphs()
         self._handles = self._install() + install_heads(model, self._heads)
 

@@ -3,6 +3,7 @@
     memory_config.json        what it is, whose it is, a checksum of every file and of itself
     tokens.safetensors        the reference tokens and each key's place in them
     layer-003.safetensors     keys [M, d], values [M, N]; or what they were compressed to
+    head.safetensors          the last hidden states [M, d], or an index of them; only where needed
     README.md                 the model card
 
 Knows bytes, checksums and safetensors headers; nothing of models or routing.
@@ -29,6 +30,7 @@ from knn_moe.support.files import write_whole
 FORMAT_VERSION: Final = 5  # 3 and 4, which name some fields otherwise, are read as well
 CONFIG_FILE: Final = "memory_config.json"
 TOKENS_FILE: Final = "tokens.safetensors"
+HEAD_FILE: Final = "head.safetensors"
 _CHUNK: Final = 1 << 24
 _DTYPES: Final = {
     torch.float64: "F64",
@@ -187,6 +189,20 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"again."
         )
     return dict(config)
+
+
+def download(repo_id: str, revision: str | None) -> Path:
+    """Return the folder of a memory on the hub, downloaded unless it is there already."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(repo_id, revision=revision))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise MemoryFormatError(
+            f"No memory at {repo_id!r}: no such folder, and the hub did not give it ({reason})"
+        ) from None
 
 
 def check_file(folder: Path, entry: Mapping[str, Any], *, contents: bool) -> Path:

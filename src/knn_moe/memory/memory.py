@@ -22,6 +22,7 @@ from knn_moe.errors import ConfigError, MemoryFormatError, MemoryMismatchError
 from knn_moe.memory import files
 from knn_moe.memory.compressed import CompressedLayer
 from knn_moe.memory.gamma import estimate_gammas
+from knn_moe.memory.head_keys import HeadKeys, join_head_keys, uses_head_keys
 from knn_moe.memory.layers import LayerMemory
 from knn_moe.memory.manifest import MemoryManifest, join_scores
 from knn_moe.memory.writer import MemoryWriter, scratch_beside, write_layers
@@ -43,6 +44,7 @@ class RoutingMemory:
     provenance: Provenance
     manifest: MemoryManifest
     folder: Path | None = None
+    head_keys: HeadKeys | None = None  # only where the head looks up hidden states
     _holds: object = field(default=None, repr=False)  # keeps a temporary folder alive
 
     def __len__(self) -> int:
@@ -73,7 +75,8 @@ class RoutingMemory:
     @property
     def nbytes(self) -> int:
         """The size of all keys, values and indexes, in bytes."""
-        return sum(layer.nbytes for layer in self.layers.values())
+        head = self.head_keys.nbytes if self.head_keys else 0
+        return head + sum(layer.nbytes for layer in self.layers.values())
 
     @property
     def compressed(self) -> bool:
@@ -120,20 +123,22 @@ class RoutingMemory:
         Raises:
             MemoryFormatError: There is no memory, or it is truncated, edited or of a newer format.
         """
-        folder = Path(source) if Path(source).is_dir() else _download(str(source), revision)
+        folder = Path(source) if Path(source).is_dir() else files.download(str(source), revision)
         config = files.read_config(folder)
-        entries = [config["tokens"], *config["layers"]]
+        head = config.get("head_keys")
+        entries = [config["tokens"], *config["layers"], *([head] if head else [])]
         with ThreadPoolExecutor() as pool:
             check = partial(files.check_file, folder, contents=verify)
-            tokens, *layers = pool.map(check, entries)
+            tokens, *paths = pool.map(check, entries)
         return cls(
             layers={
                 entry["layer"]: _read_layer(entry, files.read_tensors(path))
-                for entry, path in zip(config["layers"], layers, strict=True)
+                for entry, path in zip(config["layers"], paths, strict=False)
             },
             provenance=Provenance.from_tensors(files.read_tensors(tokens)),
             manifest=MemoryManifest.from_dict(config),
             folder=folder,
+            head_keys=HeadKeys.read(head, files.read_tensors(paths[-1])) if head else None,
         )
 
     def save_pretrained(self, folder: str | Path, *, overwrite: bool = False) -> None:
@@ -152,7 +157,14 @@ class RoutingMemory:
                 for index, layer in self.layers.items()
                 if isinstance(layer, CompressedLayer)
             ]
-            write_layers(Path(folder), self.manifest, self.provenance, layers, overwrite=overwrite)
+            write_layers(
+                Path(folder),
+                self.manifest,
+                self.provenance,
+                layers,
+                head_keys=self.head_keys if uses_head_keys(self.routing) else None,
+                overwrite=overwrite,
+            )
             return
         _write(Path(folder), [self], self.provenance, gammas=self._gammas(), overwrite=overwrite)
 
@@ -323,10 +335,16 @@ def _write(
                     writer.write(index, "keys", keys, [span])
                     writer.write(index, "values", layer.values[part].cpu(), [span])
             row += len(memory)
+        head_keys = None
+        if uses_head_keys(memories[0].routing):
+            parts = [memory.head_keys for memory in memories]
+            head_keys = join_head_keys(parts, provenance, rows, same=gammas is not None)
         with writer.checksums() as described:
             gammas = gammas or estimate_gammas(writer.keys(), provenance)
             manifest = memories[0].manifest
-            writer.publish(manifest, folder, gammas, described, overwrite=overwrite)
+            writer.publish(
+                manifest, folder, gammas, described, head_keys=head_keys, overwrite=overwrite
+            )
 
 
 def _parts(cases: int, rows: Tensor | None) -> Iterator[tuple[int, slice | Tensor]]:
@@ -393,16 +411,3 @@ def _check_mergeable(first: RoutingMemory, other: RoutingMemory) -> None:
             f"These memories hold different layers or precisions ({sorted(mine)} and "
             f"{sorted(theirs)}) and cannot be merged. Build them alike."
         )
-
-
-def _download(repo_id: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(repo_id, revision=revision))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise MemoryFormatError(
-            f"No memory at {repo_id!r}: no such folder, and the hub did not give it ({reason})"
-        ) from None

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from knn_moe.memory import files
 from knn_moe.memory.card import model_card
+from knn_moe.memory.head_keys import HeadKeys
 from knn_moe.memory.layers import LayerShape
 from knn_moe.memory.manifest import MemoryManifest
 from knn_moe.reference.provenance import Provenance
@@ -88,6 +89,7 @@ class MemoryWriter:
         gammas: Mapping[int, float],
         described: Sequence[Future[dict[str, Any]]],
         *,
+        head_keys: HeadKeys | None = None,
         overwrite: bool = False,
     ) -> None:
         """Seal what was written and rename it to `folder`. `described` comes from `checksums`."""
@@ -95,26 +97,40 @@ class MemoryWriter:
             {"layer": index, "gamma": gammas[index], **entry.result()}
             for index, entry in zip(self.layers, described, strict=True)
         ]
-        seal(self.partial, manifest, self.provenance, entries, folder, overwrite=overwrite)
+        written = {"layers": entries, **write_head_keys(self.partial, head_keys)}
+        seal(self.partial, manifest, self.provenance, written, folder, overwrite=overwrite)
+
+
+def write_head_keys(partial: Path, head_keys: HeadKeys | None) -> dict[str, Any]:
+    """Write head keys, if there are any, and return what a memory's config says of them."""
+    if head_keys is None:
+        return {}
+    path = partial / files.HEAD_FILE
+    files.write_tensors(path, head_keys.tensors)
+    return {"head_keys": {**head_keys.entry(), **files.describe_file(path)}}
 
 
 def seal(
     partial: Path,
     manifest: MemoryManifest,
     provenance: Provenance,
-    layers: Sequence[Mapping[str, Any]],
+    written: Mapping[str, Any],
     folder: Path,
     *,
     overwrite: bool,
 ) -> None:
-    """Write config and card beside the files of `partial`, and rename it to `folder`."""
+    """Write config and card beside the files of `partial`, and rename it to `folder`.
+
+    `written` has the entries of "layers", and of "head_keys" if there are any.
+    """
+    others = [written["head_keys"]] if "head_keys" in written else []
     config: dict[str, Any] = {
         **manifest.to_dict(),
         "keys": len(provenance),
         "examples": provenance.num_examples,
-        "bytes": sum(entry["bytes"] for entry in layers),
+        "bytes": sum(entry["bytes"] for entry in [*written["layers"], *others]),
         "tokens": files.describe_file(partial / files.TOKENS_FILE),
-        "layers": list(layers),
+        **written,
     }
     (partial / "README.md").write_text(model_card(config), encoding="utf8")
     files.write_config(partial, config)
@@ -149,6 +165,7 @@ def write_layers(
     provenance: Provenance,
     layers: Iterable[tuple[int, Mapping[str, Any], Mapping[str, Tensor]]],
     *,
+    head_keys: HeadKeys | None = None,
     overwrite: bool,
 ) -> None:
     """Write a memory of layers that come whole, one at a time: number, config entry, tensors."""
@@ -160,4 +177,5 @@ def write_layers(
             path = scratch / files.layer_file(index)
             files.write_tensors(path, tensors)
             entries.append({"layer": index, **entry, **files.describe_file(path)})
-        seal(scratch, manifest, provenance, entries, folder, overwrite=overwrite)
+        written = {"layers": entries, **write_head_keys(scratch, head_keys)}
+        seal(scratch, manifest, provenance, written, folder, overwrite=overwrite)

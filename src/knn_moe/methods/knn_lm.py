@@ -12,40 +12,31 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from knn_moe.build.build import reference_tokens
 from knn_moe.equations.losses import next_token_losses
-from knn_moe.equations.next_token import WEIGHTS, mix_likelihoods, mix_next_token
-from knn_moe.errors import ConfigError, ReferenceSetError, UnsupportedModelError
-from knn_moe.index import IndexConfig, KeyIndex, build_index
+from knn_moe.equations.next_token import KS, WEIGHTS, likeliest_mixture
+from knn_moe.errors import ConfigError, ReferenceSetError
+from knn_moe.index import IndexConfig, build_index
+from knn_moe.inference.hidden_states import HiddenStateHook, iter_hidden_states
+from knn_moe.inference.language_head import HeadMixture, HiddenHead, install_heads
 from knn_moe.methods.knn_moe import prepare_knn
 from knn_moe.methods.method import Method
 from knn_moe.methods.task_context import TaskContext
-from knn_moe.recall.layer import rows_of
-from knn_moe.reference.windows import ReferenceTokens, make_batch, plan_batches
-from knn_moe.routers.model_state import (
-    forget_compiled_graphs,
-    freeze,
-    input_device,
-    install_hooks,
-    uncompiled,
-    unwrap,
-)
+from knn_moe.recall.next_token import TokenIndex
+from knn_moe.reference.windows import ReferenceTokens
+from knn_moe.routers.model_state import forget_compiled_graphs, uncompiled
 from knn_moe.support.progress import Progress
 
 _HELD_OUT: Final = 0.15  # share of the examples on which K, λ and T are chosen
-_KS: Final = (16, 64, 256)
-# T, in units of the mean squared distance to the nearest key.
-_TEMPERATURES: Final = (0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 1.0)
-_MAX_NUMBERS: Final = 1 << 26  # that a search or a mixture holds at a time
+_MAX_NUMBERS: Final = 1 << 26  # that a search holds at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,56 +83,6 @@ class TokenStore:
         return TokenIndex(build_index(self.keys, config, self.keys.device), self.values)
 
 
-@dataclass(frozen=True)
-class TokenIndex:
-    """A searchable store. Shapes: values [M] int64."""
-
-    index: KeyIndex
-    values: Tensor
-
-    def nearest(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Return the squared distances of the k nearest keys and the tokens that followed them.
-
-        Shapes: queries [T, d]. Result [T, k] fp32, nearest first, inf where an index found fewer
-        than k; and [T, k] int64.
-        """
-        # An exact search holds the candidates' keys of all its queries.
-        parts = queries.split(max(1, _MAX_NUMBERS // (k * queries.shape[-1])))
-        found = [self.index.search(part, k) for part in parts]
-        places = rows_of(self.index, torch.cat([place for _, place in found]))
-        return torch.cat([distance for distance, _ in found]), self.values[places]
-
-
-class HiddenStateHook:
-    """Records the input of the model's output embedding in its latest forward pass."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._output = unwrap(model).get_output_embeddings()
-        if self._output is None:
-            raise UnsupportedModelError(
-                f"{type(unwrap(model)).__name__} has no output embedding, and kNN-LM reads its "
-                f"input. Define get_output_embeddings() on the model."
-            )
-        self._recorded: Tensor | None = None
-
-    def install(self) -> Sequence[RemovableHandle]:
-        return [self._output.register_forward_hook(self._record)]
-
-    def _record(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._recorded = args[0].detach()
-
-    def take(self, logits: Tensor) -> Tensor:
-        """Return the hidden states [B, T, d] from which `logits` [B, T, V] were computed."""
-        recorded, self._recorded = self._recorded, None
-        if recorded is None or recorded.shape[:-1] != logits.shape[:-1]:
-            shown = "nothing" if recorded is None else list(recorded.shape)
-            raise UnsupportedModelError(
-                f"The model returned logits {list(logits.shape)}, but its output embedding read "
-                f"{shown}. A fused head may bypass it: load the model without it."
-            )
-        return recorded
-
-
 def read_store(context: TaskContext) -> TokenStore:
     """Read the reference set once with the model alone.
 
@@ -157,38 +98,25 @@ def read_store(context: TaskContext) -> TokenStore:
             "kNN-LM needs an example of at least two tokens, and the reference set has none."
         )
     forget_compiled_graphs()
-    with freeze(model), torch.no_grad():
-        keys, likelihood = _read_keys(context, model, reference, config.batch_tokens)
+    keys, likelihood = _read_keys(context, replace(reference, kept=reference.scored))
     values = source.stream[source.key + 1].long()
     rest = (part.to(keys.device) for part in (values, likelihood, source.example))
     return TokenStore(keys, *rest)
 
 
-def _read_keys(
-    context: TaskContext, model: nn.Module, reference: ReferenceTokens, batch_tokens: int
-) -> tuple[Tensor, Tensor]:
+def _read_keys(context: TaskContext, reference: ReferenceTokens) -> tuple[Tensor, Tensor]:
     """Return keys [M, d] and log-likelihoods [M] of all tokens with a next one, in their order."""
-    hidden, device = HiddenStateHook(model), input_device(model)
-    row_of = reference.scored.cumsum(0) - 1
-    likelihood = torch.empty(int(row_of[-1]) + 1)
+    likelihood = torch.empty(int(reference.kept.sum()))
     keys = torch.empty(0)
-    done, total = 0, len(reference.scored)
-    with install_hooks([hidden]):
-        for windows in plan_batches(reference.lengths, batch_tokens):
-            batch = make_batch(reference, windows).to(device)
-            mask = batch.attention_mask
-            logits = model(input_ids=batch.ids, attention_mask=mask, use_cache=False).logits
-            losses = next_token_losses(logits, batch.ids, batch.scored)
-            states = hidden.take(logits)
-            states = states[batch.scored.to(states.device)]
-            start = torch.tensor([reference.bounds[window].start for window in windows])
-            line, column = batch.scored.cpu().nonzero(as_tuple=True)
-            rows = row_of[start[line] + column]
-            likelihood[rows] = -losses[batch.scored[:, :-1].to(losses.device)].cpu()
-            keys = keys if len(keys) else states.new_empty(len(likelihood), states.shape[-1])
-            keys[rows.to(keys.device)] = states
-            done += int(batch.real.sum())
-            context.on_progress(Progress("reading the reference set", done, total))
+    done, total = 0, len(reference.kept)
+    batch_tokens = context.build_config().batch_tokens
+    for batch, logits, states, rows in iter_hidden_states(context.model, reference, batch_tokens):
+        losses = next_token_losses(logits, batch.ids, batch.scored)
+        likelihood[rows] = -losses[batch.scored[:, :-1].to(losses.device)].cpu()
+        keys = keys if len(keys) else states.new_empty(len(likelihood), states.shape[-1])
+        keys[rows.to(keys.device)] = states
+        done += int(batch.real.sum())
+        context.on_progress(Progress("reading the reference set", done, total))
     return keys, likelihood
 
 
@@ -217,101 +145,26 @@ def choose(store: TokenStore, config: KnnLmConfig, seed: int) -> tuple[KnnLmConf
         The config without None, and the held-out loss with it and without kNN-LM.
     """
     held_out, rest = hold_out(store, seed)
-    ks = sorted({min(k, len(rest)) for k in ((config.k,) if config.k else _KS)})
-    found = rest.build_index(config.index).nearest(held_out.keys, ks[-1])
-    loss, k, weight, temperature = min(
-        trial
-        for k in ks
-        for temperature in _temperatures(config, found[0])
-        for trial in _try_weights(held_out, found, k, temperature, config.weight)
+    ks = sorted({min(k, len(rest)) for k in ((config.k,) if config.k else KS)})
+    distance, tokens = _search(rest.build_index(config.index), held_out.keys, ks[-1])
+    best = likeliest_mixture(
+        held_out.log_likelihood,
+        distance,
+        tokens == held_out.values[:, None],
+        ks,
+        None if config.temperature is None else [config.temperature],
+        WEIGHTS if config.weight is None else [config.weight],
     )
     alone = -float(held_out.log_likelihood.double().mean())
-    facts = {"tokens": len(held_out), "nll_alone": alone, "nll": loss}
-    return replace(config, k=k, weight=weight, temperature=temperature), facts
+    facts = {"tokens": len(held_out), "nll_alone": alone, "nll": best.loss}
+    return replace(config, k=best.k, weight=best.weight, temperature=best.temperature), facts
 
 
-def _temperatures(config: KnnLmConfig, distance: Tensor) -> list[float]:
-    """Return the T to try. Distances of 0 do not count: texts of one template share beginnings."""
-    if config.temperature is not None:
-        return [config.temperature]
-    nearest = distance[:, 0]
-    nearest = nearest[(nearest > 0) & nearest.isfinite()]
-    unit = float(nearest.mean()) if len(nearest) else 1.0
-    return [unit * factor for factor in _TEMPERATURES]
-
-
-def _try_weights(
-    held_out: TokenStore,
-    found: tuple[Tensor, Tensor],
-    k: int,
-    temperature: float,
-    weight: float | None,
-) -> Iterator[tuple[float, int, float, float]]:
-    """Yield the mean loss of the held-out tokens for each λ, with K, λ and T."""
-    distance, tokens = (part[:, :k] for part in found)
-    right = tokens == held_out.values[:, None]
-    weights = WEIGHTS if weight is None else (weight,)
-    own = held_out.log_likelihood
-    for tried, mixed in mix_likelihoods(own, distance, right, temperature, weights):
-        yield -float(mixed.double().mean()), k, tried, temperature
-
-
-class KnnLmHead:
-    """Replaces a model's logits by log p(y | x)."""
-
-    def __init__(self, index: TokenIndex, config: KnnLmConfig) -> None:
-        if config.k is None or config.weight is None or config.temperature is None:
-            raise ConfigError(f"k, weight and temperature must be given or chosen, got {config}.")
-        self.index = index
-        self.k = min(config.k, len(index.values))
-        self.weight, self.temperature = config.weight, config.temperature
-
-    @torch.no_grad()
-    def mix(self, hidden: Tensor, logits: Tensor) -> Tensor:
-        """Return the log-probabilities of the mixture.
-
-        Shapes: hidden [..., d]; logits [..., V]. Result [..., V] fp32, because bf16 is too coarse
-        for tokens of small probability.
-        """
-        queries, flat = hidden.flatten(0, -2), logits.flatten(0, -2)
-        result = torch.empty(flat.shape, dtype=torch.float32, device=flat.device)
-        at_once = max(1, _MAX_NUMBERS // flat.shape[-1])
-        for start in range(0, len(flat), at_once):
-            part = slice(start, start + at_once)
-            found = self.index.nearest(queries[part].to(self.index.values.device), self.k)
-            distance, tokens = (each.to(flat.device) for each in found)
-            result[part] = mix_next_token(
-                flat[part], distance, tokens, self.weight, self.temperature
-            )
-        return result.view(logits.shape)
-
-    @contextmanager
-    def apply_to(self, model: nn.Module) -> Iterator[None]:
-        """Replace the logits until the context is left, but not a loss that the model computes."""
-        forget_compiled_graphs()
-        with install_hooks([MixtureHook(model, self)]):
-            yield
-
-
-class MixtureHook(HiddenStateHook):
-    """Replaces the logits of each forward pass by those of a kNN-LM head."""
-
-    def __init__(self, model: nn.Module, head: KnnLmHead) -> None:
-        super().__init__(model)
-        self._model = unwrap(model)
-        self._mix = head.mix
-
-    def install(self) -> Sequence[RemovableHandle]:
-        return [*super().install(), self._model.register_forward_hook(self._replace_logits)]
-
-    def _replace_logits(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if not isinstance(getattr(output, "logits", None), Tensor):
-            raise UnsupportedModelError(
-                f"{type(module).__name__} returned {type(output).__name__} without logits: call it "
-                f"with return_dict=True."
-            )
-        output.logits = self._mix(self.take(output.logits), output.logits)
-        return output
+def _search(index: TokenIndex, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Search some queries at a time: an exact search holds the candidates' keys of all of them."""
+    parts = queries.split(max(1, _MAX_NUMBERS // (k * queries.shape[-1])))
+    distance, tokens = zip(*(index.nearest(part, k) for part in parts), strict=True)
+    return torch.cat(distance), torch.cat(tokens)
 
 
 @dataclass(frozen=True)
@@ -324,12 +177,26 @@ class KnnLm(Method):
     name: str = "knn-lm"
 
     def facts(self) -> Mapping[str, Any]:
-        facts = {"cases": len(self.index.values), **asdict(self.config)}
+        facts = {"cases": len(self.index), **asdict(self.config)}
         return facts | ({"held_out": dict(self.held_out)} if self.held_out else {})
 
-    def apply_to(self, model: nn.Module) -> AbstractContextManager[Any]:
-        head = KnnLmHead(self.index, self.config)
-        return head.apply_to(model) if head.weight else nullcontext()
+    @contextmanager
+    def apply_to(self, model: nn.Module) -> Iterator[None]:
+        """Replace the logits until the context is left, but not a loss that the model computes."""
+        k, weight, temperature = self.config.k, self.config.weight, self.config.temperature
+        if k is None or weight is None or temperature is None:
+            raise ConfigError(
+                f"k, weight and temperature must be given or chosen, got {self.config}."
+            )
+        mixture = HeadMixture(k, weight, temperature)
+        heads = [HiddenHead(HiddenStateHook(model), self.index, mixture)] if weight else []
+        forget_compiled_graphs()
+        handles = install_heads(model, heads)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
 
 @dataclass(frozen=True)

@@ -90,11 +90,11 @@ class ReplaceLogits(TorchFunctionMode):
 
 
 class CallState:
-    """What a hook keeps between the beginning and the end of one router call."""
+    """What a hook keeps between the beginning and the end of one call."""
 
     mode: ReplaceLogits | None = None
     step: Any = None  # what the callback leaves for the end of the call
-    inputs: Tensor | None = None  # [T, d], kept until the end of the model's forward if needed
+    inputs: Tensor | None = None  # [..., d], kept until the end of the model's forward if needed
 
 
 class _PerThread(threading.local):
@@ -102,7 +102,28 @@ class _PerThread(threading.local):
         self.state = CallState()
 
 
-class RouterHook:
+class HookState:
+    """What a hook keeps: for each thread by itself, and for compiled calls together."""
+
+    def __init__(self) -> None:
+        self._threads = _PerThread()
+        self._compiled = CallState()
+
+    @property
+    def state(self) -> CallState:
+        """The state of this thread's current call. Compiled calls share one of their own."""
+        return self._compiled if torch.compiler.is_compiling() else self._threads.state
+
+    def take_inputs(self) -> Tensor | None:
+        """Return the inputs that the last call kept, eager or compiled, and forget them."""
+        states = self.state, self._compiled
+        inputs = next((state.inputs for state in states if state.inputs is not None), None)
+        for state in states:
+            state.inputs = None
+        return inputs
+
+
+class RouterHook(HookState):
     """Two module hooks that keep `ReplaceLogits` active during one router's forward.
 
     Args:
@@ -111,15 +132,9 @@ class RouterHook:
     """
 
     def __init__(self, router: Router, callback: Callback) -> None:
+        super().__init__()
         self.router = router
         self.callback = callback
-        self._threads = _PerThread()
-        self._compiled = CallState()
-
-    @property
-    def state(self) -> CallState:
-        """The state of this thread's current call. Compiled calls share one of their own."""
-        return self._compiled if torch.compiler.is_compiling() else self._threads.state
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Start intercepting."""
@@ -141,14 +156,6 @@ class RouterHook:
                 f"linear, so they cannot be replaced. If a fused kernel computes them, load the "
                 f"model without it (use_kernels=False)."
             )
-
-    def take_inputs(self) -> Tensor | None:
-        """Return the inputs [T, d] that the last call kept, eager or compiled, and forget them."""
-        states = self.state, self._compiled
-        inputs = next((state.inputs for state in states if state.inputs is not None), None)
-        for state in states:
-            state.inputs = None
-        return inputs
 
     def install(self) -> list[RemovableHandle]:
         """Put the hooks on the module that computes the logits; its handles take them off."""

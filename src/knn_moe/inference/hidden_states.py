@@ -1,0 +1,116 @@
+"""The last hidden states of a model: the inputs of its output embedding, by which kNN-LM looks up.
+
+Knows hooks and batches; nothing of what the states are compared with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from knn_moe.errors import UnsupportedModelError
+from knn_moe.reference.windows import Batch, ReferenceTokens
+from knn_moe.routers.intercept import HookState
+from knn_moe.routers.model_state import (
+    freeze,
+    input_device,
+    install_hooks,
+    run_device,
+    uncompiled,
+    unwrap,
+)
+
+
+class HiddenStateHook(HookState):
+    """Keeps the input of the model's output embedding in its latest forward pass."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._output = _output_embedding(model)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the output embedding runs."""
+        return run_device(self._output)
+
+    def install(self) -> list[RemovableHandle]:
+        """Put the hook on the output embedding."""
+        return [self._output.register_forward_pre_hook(self.keep)]
+
+    def keep(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Keep what the output embedding reads."""
+        self.state.inputs = args[0].detach()
+
+    def take(self, tokens: torch.Size) -> Tensor:
+        """Return the hidden states [B, T, d] of logits whose first sizes are `tokens`, [B, T]."""
+        recorded = self.take_inputs()
+        if recorded is None or recorded.shape[:-1] != tokens:
+            shown = "nothing" if recorded is None else list(recorded.shape)
+            raise UnsupportedModelError(
+                f"The model returned logits of {list(tokens)} tokens, but its output embedding "
+                f"read {shown}. A fused head may bypass it: load the model without it."
+            )
+        return recorded
+
+
+def has_hidden_state_hook(model: nn.Module) -> bool:
+    """Whether a head of this library is on the model's output embedding."""
+    output = unwrap(model).get_output_embeddings()
+    hooks = () if output is None else output._forward_pre_hooks.values()
+    return any(isinstance(getattr(hook, "__self__", None), HiddenStateHook) for hook in hooks)
+
+
+def _output_embedding(model: nn.Module) -> nn.Module:
+    output: nn.Module | None = unwrap(model).get_output_embeddings()
+    if output is None:
+        raise UnsupportedModelError(
+            f"{type(unwrap(model)).__name__} has no output embedding, whose input a kNN-LM reads. "
+            f"Define get_output_embeddings() on the model."
+        )
+    return output
+
+
+class BatchStates(NamedTuple):
+    """One batch, its logits [B, T, V], and the hidden states of its kept tokens [n, d] with their
+    rows [n] int64."""
+
+    batch: Batch
+    logits: Tensor
+    states: Tensor
+    rows: Tensor
+
+
+@torch.no_grad()
+def iter_hidden_states(
+    model: nn.Module, reference: ReferenceTokens, batch_tokens: int
+) -> Iterator[BatchStates]:
+    """Read a reference set with the model alone, batch by batch."""
+    model = uncompiled(model)
+    hidden, device = HiddenStateHook(model), input_device(model)
+    with freeze(model), install_hooks([hidden]):
+        for cut in reference.batches(batch_tokens):
+            batch = cut.to(device)
+            mask = batch.attention_mask
+            output: Any = model(input_ids=batch.ids, attention_mask=mask, use_cache=False)
+            logits: Tensor = output.logits
+            states = hidden.take(logits.shape[:2])
+            spans = [torch.arange(span.row, span.row + span.rows) for span in batch.spans]
+            rows = torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)
+            yield BatchStates(batch, logits, states[batch.kept.to(states.device)], rows)
+
+
+def read_hidden_states(model: nn.Module, reference: ReferenceTokens, batch_tokens: int) -> Tensor:
+    """Return the last hidden state of each kept token, in the order of their rows.
+
+    Shape [M, d], in the model's dtype on the device of its output embedding.
+    """
+    keys = torch.empty(0)
+    for read in iter_hidden_states(model, reference, batch_tokens):
+        if not len(keys):
+            keys = read.states.new_empty(int(reference.kept.sum()), read.states.shape[-1])
+        keys[read.rows.to(keys.device)] = read.states
+    return keys
