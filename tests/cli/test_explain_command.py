@@ -91,4 +91,4 @@ def test_a_memory_that_is_turned_off(saved_model: Path, saved_memory: Path, tmp_
         tmp_path / "m"
     )
     result = explain(saved_model, tmp_path / "m")
-    assert result.stdout == "The memory is turned off: it is attached to no layer.\n"
+    assert result.stdout == "The memory does not route: it is attached to no layer.\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,6 +22,7 @@ from knn_moe.cli.common import (
     show_progress,
 )
 from knn_moe.cli.inspect import WIDTH_COLUMNS, width_cells
+from knn_moe.memory.card import describe_head
 
 if TYPE_CHECKING:
     from knn_moe.adapt.calibrate.language_head import HeadChoice
@@ -149,7 +151,9 @@ def show_calibration(found: Calibration) -> None:
         _show_head(found.head)
     parts = [f"{part} ({seconds:.0f} s)" for part, seconds in found.seconds_by_part.items()]
     print_note(f"Time spent: {'; '.join(parts)}.")
-    if not found.helps:
+    if found.head and found.head.helps and found.head.config.alone:
+        print_note("The memory does not route: its head is better alone.")
+    elif not found.helps:
         print_note("The memory does not help on held-out examples, so calibration turned it off.")
 
 
@@ -182,8 +186,8 @@ def _show_head(head: HeadChoice) -> None:
     config = head.config
     print_note(
         f"Language-model head ({config.k} cases, weight {config.weight:g}, "
-        f"γ × {config.gamma_scale:g}): {_in_words(head.added)} more, "
-        f"{head.change.difference:+.4f} in total."
+        f"γ × {config.gamma_scale:g}), {describe_head(asdict(config))}: {_in_words(head.added)} "
+        f"more, {head.change.difference:+.4f} in total."
     )
     if not head.helps:
         print_note("The head does not help on held-out examples, so it is left out.")

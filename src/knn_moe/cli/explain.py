@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from knn_moe.cli.common import (
     print_json,
     print_note,
 )
+from knn_moe.memory.card import describe_head
 
 if TYPE_CHECKING:
     from knn_moe.explain.explanation import Explanation
@@ -83,7 +84,7 @@ def command(model: str, prompt: str, output: Path | None, as_json: bool, **optio
     if as_json:
         print_json(chosen.to_dict())
     elif not explanation.layers:
-        click.echo("The memory is turned off: it is attached to no layer.")
+        click.echo("The memory does not route: it is attached to no layer.")
     else:
         width = max(shutil.get_terminal_size((100, 24)).columns, 60)
         tables = [f"layer {layer}\n{chosen.table(layer, width)}" for layer in chosen.layers]
@@ -97,6 +98,9 @@ def _explain(model: str, prompt: str, options: Mapping[str, Any]) -> Explanation
 
     memory = RoutingMemory.from_pretrained(options["memory"])
     config, neighbours = memory.routing, options["neighbours"]
+    if config.head is not None:
+        head = describe_head(asdict(config.head))
+        print_note(f"Only routing is explained. The memory also predicts next tokens, {head}.")
     if neighbours is not None:
         config = replace(config, k=neighbours)
     network, tokenizer = load_model(model, options["device"], options["dtype"])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from knn_moe.cli.common import json_option, print_json, print_table
+from knn_moe.memory.card import describe_head
 
 if TYPE_CHECKING:
     from knn_moe.config import LayerRouting
@@ -125,7 +126,11 @@ def _describe_calibration(found: dict[str, Any] | None) -> str:
         return "no"
     change = found["change"]
     interval = f"{change['low']:+.4f} to {change['high']:+.4f}"
-    state = "" if found["helps"] else "; the memory is turned off"
+    state = "" if found["helps"] else "; routing is turned off"
+    head = found.get("head")
+    if head and head.get("helps", True):
+        total = f"{head['change']['difference']:+.4f}"
+        state += f"; with its head, {describe_head(head['config'])}, {total}"
     return (
         f"{change['difference']:+.4f} nats per token ({interval}) on {found['examples']} "
         f"held-out examples{state}"

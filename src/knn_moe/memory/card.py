@@ -55,11 +55,18 @@ It holds the tokens of its reference set: share it as you would share that text.
 
 def _head_note(routing: Mapping[str, Any]) -> str:
     head = routing.get("head")
+    if not head:
+        return ""
     return (
-        f"; a head mixes next tokens into the probabilities, weight {head['weight']:g}"
-        if head
-        else ""
+        f"; a head mixes next tokens into the probabilities, weight {head['weight']:g}, "
+        f"{describe_head(head)}"
     )
+
+
+def describe_head(head: Mapping[str, Any]) -> str:
+    """Say which keys a head looks up, and whether the memory also routes."""
+    keys = "the last hidden state" if head.get("keys") == "hidden" else "the last router's input"
+    return f"by {keys}{', without routing' if head.get('alone') else ''}"
 
 
 def _calibration_row(found: Mapping[str, Any] | None) -> str:
@@ -71,7 +78,7 @@ def _calibration_row(found: Mapping[str, Any] | None) -> str:
         f"({change['low']:+.3f} to {change['high']:+.3f}) "
         f"on {found['examples']} held-out reference examples"
     )
-    off = "" if found["helps"] else ": no better than the model alone, so the memory is off"
+    off = "" if found["helps"] else ": no better than the model alone, so the memory does not route"
     return f"| calibrated | {gain}{off} |\n"
 
 

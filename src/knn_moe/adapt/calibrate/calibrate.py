@@ -88,7 +88,7 @@ def calibrate(
         calibrator = Calibrator(model, memory, reference, config, on_progress)
         best, summaries = _choose_trial(calibrator)
         judged = calibrator.judge(best)
-        head = calibrator.choose_head(best) if config.head and judged.better else None
+        head = calibrator.choose_head(best, routed=judged.better) if config.head else None
         last = calibrator.train_on_all(best) if judged.better else best.turned_off()
     return Calibration(
         routing=replace(last.routing, head=head.config if head and head.helps else None),

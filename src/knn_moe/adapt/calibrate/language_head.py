@@ -1,16 +1,16 @@
-"""Choose a memory's language-model head: how many cases tell the next token, how near they must be,
-and how much weight they have beside the model with its memory on.
+"""Choose a memory's language-model head: which keys it looks up, how many cases tell the next
+token, how near they must be, how much weight they have, and whether the memory routes beside it.
 
-Chosen by the examples to choose by, judged by those to judge by; a token recalls every example but
-its own.
+Each kind of head is tried with the chosen routing and without any, which is a kNN-LM alone. Chosen
+by the examples to choose by, judged by those to judge by; a token recalls every example but its
+own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import product
-from typing import Final, NamedTuple
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,16 +18,25 @@ from torch import Tensor, nn
 from knn_moe.adapt.calibrate.judge import Baseline, JudgedRecall
 from knn_moe.build.optimise import batch_losses
 from knn_moe.config import HeadConfig, RoutingConfig
-from knn_moe.equations.next_token import mix_likelihoods
+from knn_moe.equations.next_token import KS, likeliest_mixture, mix_likelihoods
+from knn_moe.index.leave_one_out import search_leaving_out
+from knn_moe.inference.hidden_states import HiddenStateHook, read_hidden_states
+from knn_moe.memory.head_keys import HeadKeys
+from knn_moe.memory.memory import RoutingMemory
 from knn_moe.recall.leave_one_out import Cases
-from knn_moe.recall.neighbours import Neighbours
+from knn_moe.reference.provenance import owners
 from knn_moe.reference.windows import Batch
 from knn_moe.routers.intercept import RouterHook
 from knn_moe.routers.model_state import freeze, input_device, install_hooks
 from knn_moe.support.statistics import Comparison
 
-KS: Final = (16, 64)
-SCALES: Final = (1.0, 2.0, 3.0, 5.0, 10.0, 20.0)  # of γ
+
+@dataclass(frozen=True)
+class HeadTrial:
+    """The likeliest head of its kind, and its loss per token on the examples to choose by."""
+
+    config: HeadConfig
+    loss: float
 
 
 @dataclass(frozen=True)
@@ -35,21 +44,33 @@ class HeadChoice:
     """A head, and how it changes the loss per token on the examples to judge by."""
 
     config: HeadConfig
-    change: Comparison  # memory and head against the model alone
-    added: Comparison  # against the model with its memory, without the head
+    change: Comparison  # what is used with the head, against the model alone
+    added: Comparison  # against what is used without the head
+    tried: tuple[HeadTrial, ...] = ()
+    keys: HeadKeys | None = field(default=None, repr=False)  # where the head looks up hidden states
 
     @property
     def helps(self) -> bool:
-        """Whether the head is significantly better than the memory without it."""
+        """Whether the head is significantly better than doing without it."""
         return self.added.significant and self.added.difference < 0
+
+    def report(self) -> dict[str, Any]:
+        """Return the findings as a memory's config keeps them."""
+        return {
+            "helps": self.helps,
+            "config": asdict(self.config),
+            "change": asdict(self.change),
+            "added": asdict(self.added),
+            "tried": [{**asdict(trial.config), "loss": trial.loss} for trial in self.tried],
+        }
 
 
 class NextTokens(NamedTuple):
     """T scored tokens, and what the nearest cases say of the next one.
 
-    Shapes: own [T], its log-likelihood by the model with its memory; distance [T, K], γ d², inf
-    where nothing followed a case; right [T, K] bool, whether the same token followed; line [T]
-    int64, counted over all batches.
+    Shapes: own [T], its log-likelihood by the model, with its memory or alone; distance [T, K],
+    γ d², inf where nothing followed a case; right [T, K] bool, whether the same token followed;
+    line [T] int64, counted over all batches.
     """
 
     own: Tensor
@@ -63,97 +84,192 @@ class NextTokens(NamedTuple):
         ((_, mixed),) = mix_likelihoods(self.own, *near, 1 / config.gamma_scale, [config.weight])
         return -mixed
 
+    def likeliest_head(self, keys: str = "router", *, alone: bool = False) -> HeadTrial:
+        """Try all settings of a head that looks up these neighbours."""
+        ks = sorted({min(k, self.distance.shape[1]) for k in KS})
+        best = likeliest_mixture(self.own, self.distance, self.right, ks)
+        # Rounded, so that what is tried is what is written down.
+        scale = float(f"{1 / best.temperature:.4g}")
+        config = HeadConfig(k=best.k, weight=best.weight, gamma_scale=scale, keys=keys, alone=alone)
+        return HeadTrial(config, float(self.losses(config).double().mean()))
 
-class _WideRecall(JudgedRecall):
-    """Recalls as routing does, and also keeps the larger number of neighbours that a head needs."""
 
-    def __init__(self, cases: Cases, config: RoutingConfig) -> None:
-        super().__init__(cases, config)
-        self.found = Neighbours(torch.empty(0), torch.empty(0))
+@dataclass(frozen=True)
+class TokenCases:
+    """Keys that a head may look up, and the token that followed each.
 
-    def nearest(self, inputs: Tensor) -> Neighbours:
-        self.found = self.cases.nearest(inputs, self.owner, max(self.k, KS[-1]))
-        return self.found.first(self.k)
+    Shapes: keys [M, d]; owner [M] int64, a hash of each case's example; following [M] int64, -1
+    where there is none.
+    """
+
+    keys: Tensor
+    owner: Tensor
+    following: Tensor
+    gamma: float
+
+    @classmethod
+    def of(cls, stored: HeadKeys, memory: RoutingMemory, device: torch.device) -> TokenCases:
+        """Put head keys on `device`, without the cases that no token followed."""
+        owner = owners(memory.provenance)[memory.provenance.window]
+        following = memory.provenance.following
+        told = following >= 0
+        keys, owner, following = (
+            column[told].to(device) for column in (stored.keys, owner, following)
+        )
+        return cls(keys, owner, following, stored.gamma)
+
+    def nearest(self, queries: Tensor, owner: Tensor) -> tuple[Tensor, Tensor]:
+        """Return γ d² of the nearest cases of other examples, and the tokens that followed them.
+
+        Shapes: queries [T, d]; owner [T] → [T, K] on the CPU, twice.
+        """
+        labels = [(owner, self.owner)]
+        device = self.keys.device
+        queries = queries.to(device, self.keys.dtype)
+        distance, rows = search_leaving_out(queries, self.keys, labels, KS[-1], device)
+        after = self.following[rows].cpu()
+        return self.gamma * distance.cpu().masked_fill(after < 0, float("inf")), after
+
+
+class _Recorder:
+    """Keeps what a router read, and recalls, if it should."""
+
+    inputs: Tensor
+
+    def __init__(self, recall: JudgedRecall | None) -> None:
+        self.recall = recall
+
+    def __call__(self, inputs: Tensor, logits: Tensor) -> Tensor:
+        self.inputs = inputs
+        return logits if self.recall is None else self.recall(inputs, logits)
+
+
+class HeadReader:
+    """Reads batches as `routing` uses a memory, and looks up the neighbours of both kinds of keys.
+
+    Args:
+        model: The model alone.
+        cases: The cases of every layer.
+        following: The token after each case, -1 for none. Shape [M] int64.
+        hidden: The memory's hidden states.
+        routing: How the memory is used; with a head that is used alone, not at all.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cases: Sequence[Cases],
+        following: Tensor,
+        hidden: TokenCases,
+        routing: RoutingConfig,
+    ) -> None:
+        self.model = model
+        by_layer = {each.router.layer: each for each in cases}
+        self.recalls = {
+            layer: JudgedRecall(each, routing)
+            for layer, each in by_layer.items()
+            if routing.for_layer(layer).confidence_factor > 0
+        }
+        layer = max(self.recalls or by_layer)  # as inference/attach.py has it
+        last = by_layer[layer]
+        self.recorder = _Recorder(self.recalls.get(layer))
+        self.states = HiddenStateHook(model)
+        self.hooks = [
+            RouterHook(each.cases.router, each)
+            for number, each in self.recalls.items()
+            if number != layer
+        ]
+        self.hooks.append(RouterHook(last.router, self.recorder))
+        gamma = routing.gamma or last.gamma
+        device = last.keys.device
+        router = TokenCases(last.keys, last.owner, following.to(device), gamma)
+        self.cases = {"router": router, "hidden": hidden}
+
+    @torch.no_grad()
+    def read(self, batches: Sequence[Batch]) -> dict[str, NextTokens]:
+        """Read batches, and return what each kind of keys says of their tokens."""
+        parts: dict[str, list[NextTokens]] = {name: [] for name in self.cases}
+        lines = 0
+        with freeze(self.model), install_hooks([*self.hooks, self.states]):
+            for batch in batches:
+                for recall in self.recalls.values():
+                    recall.owner = batch.token_owner
+                losses = batch_losses(self.model, batch.to(input_device(self.model)))
+                for name, found in self._look_up(batch, losses).items():
+                    parts[name].append(found._replace(line=found.line + lines))
+                lines += len(batch.ids)
+        return {
+            name: NextTokens(*(torch.cat(column) for column in zip(*part, strict=True)))
+            for name, part in parts.items()
+        }
+
+    def _look_up(self, batch: Batch, losses: Tensor) -> dict[str, NextTokens]:
+        """Match a batch's scored tokens with their neighbours. Shapes: losses [B, T - 1]."""
+        scored = batch.scored[:, :-1].cpu()
+        shape = batch.ids.shape
+        targets = batch.ids[:, 1:].cpu()[scored]
+        owner = batch.token_owner.view(shape)[:, :-1][scored]
+        line = torch.arange(len(scored))[:, None].expand_as(scored)[scored]
+        read = {"router": self.recorder.inputs, "hidden": self.states.take(shape)}
+        found = {}
+        for name, inputs in read.items():
+            queries = inputs.view(*shape, -1)[:, :-1][scored.to(inputs.device)]
+            distance, after = self.cases[name].nearest(queries, owner)
+            right = after == targets[:, None]
+            found[name] = NextTokens(-losses.cpu()[scored], distance, right, line)
+        return found
 
 
 def choose_head(
     model: nn.Module,
     cases: Sequence[Cases],
-    following: Tensor,
+    memory: RoutingMemory,
     routing: RoutingConfig,
     parts: tuple[Baseline, Baseline],
+    *,
+    routed: bool,
 ) -> HeadChoice:
     """Choose the likeliest head on the first part, and judge it on the second.
 
-    Shapes: following [M] int64, the token after each case, -1 for none.
+    Args:
+        model: The model alone.
+        cases: The cases of every layer.
+        memory: The memory; its hidden states are read from its own tokens unless it has them.
+        routing: How the memory is used.
+        parts: The examples to choose by, and those to judge by.
+        routed: Whether routing helps. If not, only heads without routing are tried.
     """
     choose, judge = parts
-    config = likeliest_head(read_next_tokens(model, cases, following, routing, choose.batches))
-    tokens = read_next_tokens(model, cases, following, routing, judge.batches)
+    stored = memory.head_keys
+    if stored is None:
+        reference, batch_tokens = memory.reference_tokens(), memory.build.batch_tokens
+        states = read_hidden_states(model, reference, batch_tokens)
+        stored = HeadKeys.of(states, memory.provenance)
+    hidden = TokenCases.of(stored, memory, HiddenStateHook(model).device)
+    following = memory.provenance.following
+    ways = {False: replace(routing, head=None)} if routed else {}
+    ways[True] = replace(routing, head=HeadConfig(alone=True))
+    readers = {
+        alone: HeadReader(model, cases, following, hidden, way) for alone, way in ways.items()
+    }
+    tried = [
+        tokens.likeliest_head(keys, alone=alone)
+        for alone, reader in readers.items()
+        for keys, tokens in reader.read(choose.batches).items()
+    ]
+    config = min(tried, key=lambda trial: trial.loss).config
+    tokens = readers[config.alone].read(judge.batches)[config.keys]
+    with_head, without = tokens.losses(config), -tokens.own
+    if config.alone and routed:
+        without = -readers[False].read(judge.batches)[config.keys].own
+    lines = torch.zeros(len(judge.losses), dtype=torch.float64)
     with_head, without = (
-        torch.zeros(len(judge.losses), dtype=torch.float64).index_add(0, tokens.line, part.double())
-        for part in (tokens.losses(config), -tokens.own)
+        lines.index_add(0, tokens.line, part.double()) for part in (with_head, without)
     )
     return HeadChoice(
         config,
         change=judge.compare(with_head, judge.losses),
         added=judge.compare(with_head, without),
-    )
-
-
-def likeliest_head(tokens: NextTokens) -> HeadConfig:
-    """Try all settings of a head on tokens whose neighbours were looked up once."""
-    tried = []
-    for k, scale in product(KS, SCALES):
-        near = tokens.distance[:, :k], tokens.right[:, :k]
-        for weight, mixed in mix_likelihoods(tokens.own, *near, 1 / scale):
-            tried.append((-float(mixed.double().mean()), k, scale, weight))
-    _, k, scale, weight = min(tried)
-    return HeadConfig(k=k, gamma_scale=scale, weight=weight)
-
-
-@torch.no_grad()
-def read_next_tokens(
-    model: nn.Module,
-    cases: Sequence[Cases],
-    following: Tensor,
-    routing: RoutingConfig,
-    batches: Sequence[Batch],
-) -> NextTokens:
-    """Read batches with the memory on, and look up the neighbours of the last layer's inputs."""
-    used = [each for each in cases if routing.for_layer(each.router.layer).confidence_factor > 0]
-    *others, last = sorted(used, key=lambda each: each.router.layer)
-    wide = _WideRecall(last, routing)
-    recalls = [*(JudgedRecall(each, routing) for each in others), wide]
-    gamma = routing.gamma or last.gamma  # as inference/language_head.py has it
-    following = following.to(last.keys.device)
-    parts, lines = [], 0
-    with freeze(model), install_hooks([RouterHook(each.cases.router, each) for each in recalls]):
-        for batch in batches:
-            for recall in recalls:
-                recall.owner = batch.token_owner
-            losses = batch_losses(model, batch.to(input_device(model)))
-            found = _next_tokens(losses, batch, wide.found, following)
-            parts.append(found._replace(distance=gamma * found.distance, line=found.line + lines))
-            lines += len(batch.ids)
-    return NextTokens(*(torch.cat(column) for column in zip(*parts, strict=True)))
-
-
-def _next_tokens(losses: Tensor, batch: Batch, near: Neighbours, following: Tensor) -> NextTokens:
-    """Match a batch's tokens with their neighbours, on the CPU, with d² as it was found.
-
-    Shapes: losses [B, T - 1].
-    """
-    scored = batch.scored[:, :-1].cpu()
-    line = torch.arange(len(scored))[:, None].expand_as(scored)
-    distance, rows = (
-        part.view(len(scored), -1, part.shape[-1])[:, :-1][scored.to(part.device)] for part in near
-    )
-    after = following[rows].cpu()
-    targets = batch.ids[:, 1:].cpu()[scored]
-    return NextTokens(
-        own=-losses.cpu()[scored],
-        distance=distance.cpu().masked_fill(after < 0, float("inf")),
-        right=after == targets[:, None],
-        line=line[scored],
+        tried=tuple(tried),
+        keys=stored if config.keys == "hidden" else None,
     )

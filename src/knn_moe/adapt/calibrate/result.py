@@ -86,7 +86,7 @@ class Calibration:
             "distances": {str(layer): asdict(one) for layer, one in self.distances.items()},
             "update_scale": {str(layer): round(x, 4) for layer, x in self.update_scale.items()},
             "values_trained": self.values_trained,
-            "head": asdict(self.head) if self.head else None,
+            "head": self.head.report() if self.head else None,
             "targets": [asdict(target) for target in self.targets],
             "seconds": round(self.seconds, 1),
             "seconds_by_part": {part: round(s, 2) for part, s in self.seconds_by_part.items()},
@@ -95,6 +95,9 @@ class Calibration:
     def apply(self, memory: RoutingMemory) -> RoutingMemory:
         """Return `memory` with the routing and the values that were found for it."""
         manifest = replace(memory.manifest, routing=self.routing, calibration=self.report())
+        # Where values or head keys change, the memory's folder does not hold what this one holds.
+        if self.head and self.head.helps and self.head.keys is not memory.head_keys:
+            memory = replace(memory, head_keys=self.head.keys, folder=None)
         if self.values is None:
             return replace(memory, manifest=manifest)
         layers = {
@@ -102,13 +105,12 @@ class Calibration:
             for index, layer in memory.full_layers().items()
         }
         manifest = replace(manifest, values_trained=True)
-        # The memory's folder does not hold what this one holds.
         return replace(memory, manifest=manifest, layers=layers, folder=None)
 
 
 def write_calibrated(memory: RoutingMemory, folder: Path) -> RoutingMemory:
     """Write a calibrated memory to the folder it was opened from: the manifest alone, or all of it
-    where values changed."""
+    where values or head keys changed."""
     if memory.folder is None:
         memory.save_pretrained(folder, overwrite=True)
     else:

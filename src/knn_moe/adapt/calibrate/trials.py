@@ -202,12 +202,11 @@ class Calibrator:
         with self.clock.measure("judged"):
             return judge(self.model, trial.cases, self.judging, trial.routing)
 
-    def choose_head(self, trial: Trial) -> HeadChoice:
-        """Choose a head for a model whose memory is used as in `trial`."""
-        parts = self.choosing, self.judging
-        following = self.memory.provenance.following
+    def choose_head(self, trial: Trial, *, routed: bool) -> HeadChoice:
+        """Choose a head for a model whose memory is used as in `trial`, if it routes at all."""
+        parts, routing = (self.choosing, self.judging), trial.routing
         with self.clock.measure("head"):
-            return choose_head(self.model, trial.cases, following, trial.routing, parts)
+            return choose_head(self.model, trial.cases, self.memory, routing, parts, routed=routed)
 
     def distances(self, k: int) -> dict[int, Distances]:
         """Return the mean distances to the nearest, and to the last of k neighbours."""

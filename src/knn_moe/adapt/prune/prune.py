@@ -145,8 +145,8 @@ class _Scorer:
         used = [layer for layer in wanted if routing.for_layer(layer).confidence_factor > 0]
         if not used:
             raise PruningError(
-                f"{memory!r} is turned off, so none of its cases has an effect. Calibrate it on "
-                f"other examples, or do without it."
+                f"The routing of {memory!r} is turned off, so its cases cannot be scored. Prune it "
+                f"by chance, or calibrate it on other examples."
             )
         self.reference = memory.reference_tokens()
         if len(self.reference.owners.unique()) < 2:
