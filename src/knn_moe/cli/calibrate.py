@@ -57,7 +57,8 @@ _SHOWN: Final = 3  # candidates for better logits
 @click.option(
     "--head",
     is_flag=True,
-    help="Also predict the next token from what followed the nearest cases, as kNN-LM does.",
+    help="Also predict the next token from what followed the nearest cases, as kNN-LM does: with "
+    "routing or without, whichever is better.",
 )
 @click.option("--dry-run", is_flag=True, help="Show what would be chosen, and write nothing.")
 @force_option
