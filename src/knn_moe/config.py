@@ -81,7 +81,9 @@ class BuildConfig:
     steps: int = _FROM_PRESET  # S, gradient-descent steps
     learning_rate: float = _FROM_PRESET  # η, the step size
     gradient: str = _FROM_PRESET  # "sparse": through the chosen experts; "dense": through all
-    tokens: str = "all"  # "completion": only the tokens that predict a completion
+    tokens: str = "all"  # become cases; "completion": only those that predict a completion
+    # Whose next-token loss the steps lower: "all" or "completion". None: that of the cases.
+    loss: str | None = None
     max_length: int = 2048  # longer texts are cut into windows of this many tokens
     batch_tokens: int = 8192  # tokens, padding included, in one forward pass
 
@@ -92,6 +94,8 @@ class BuildConfig:
                 object.__setattr__(self, name, value)
         _check_name("gradient", self.gradient, GRADIENTS)
         _check_name("tokens", self.tokens, TOKENS)
+        if self.loss is not None:
+            _check_name("loss", self.loss, TOKENS)
         for name, least in (("steps", 0), ("max_length", 2), ("batch_tokens", 1)):
             _check_count(name, getattr(self, name), least)
         _check_rate("learning_rate", self.learning_rate)
@@ -214,12 +218,13 @@ class CalibrationConfig:
     """How a memory is calibrated."""
 
     neighbours: tuple[int, ...] = (8, 32)  # values of K to choose among
-    value_rates: tuple[float, ...] = (0.05, 0.1)  # learning rates for the values; empty: keep them
+    # Learning rates for the values, relative to the spread of a layer's logits; empty: keep them.
+    value_rates: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3)
     passes: int = 2  # over the examples, while values are trained
     held_out: float = 0.15  # share of the examples to choose by, and as many again to judge by
     fit_tokens: int = 262144  # read at most to fit
     judge_tokens: int = 16384  # read at most to choose by, and as many again to judge by
-    # Steps of fitting widths, at most: no more than two passes, and half as many for the next K.
+    # Steps of fitting widths where values are kept: no more than two passes, half for the next K.
     steps: int = 64
     step_tokens: int = 8192  # tokens in a step, at most; fewer where there would be few steps
     head: bool = False  # also choose a language-model head

@@ -1,4 +1,4 @@
-"""Building with calibration: targets are chosen without the examples that judge; the commands."""
+"""Building with calibration: nothing is chosen by the examples that judge; the commands."""
 
 from __future__ import annotations
 
@@ -14,23 +14,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from helpers.calibrating import QUICK, open_cases, sayings
 from helpers.commands import run_cli
 from helpers.zoo import BUILD, family
-from knn_moe import RoutingConfig, RoutingMemory, attach, build_memory, find_routers
+from knn_moe import RoutingMemory, attach, build_memory
 from knn_moe.adapt.calibrate.build_calibrated import build_calibrated
 from knn_moe.adapt.calibrate.fit import FitData, look_up_neighbours
-from knn_moe.adapt.calibrate.judge import Baseline, judge
-from knn_moe.adapt.calibrate.result import Candidate
-from knn_moe.adapt.calibrate.targets import (
-    CONFIDENCE_FACTORS,
-    RATES,
-    choose_targets,
-    rank_candidates,
-)
+from knn_moe.adapt.calibrate.start import DISTANCES, choose_start
 from knn_moe.adapt.calibrate.trials import Calibrator
 from knn_moe.adapt.calibrate.values import train_values
-from knn_moe.config import PRESETS
 from knn_moe.errors import CalibrationError
+from knn_moe.reference.examples import Example
 from knn_moe.reference.splits import Part, split
 from knn_moe.support.progress import ignore_progress
+
+
+FEW = replace(QUICK, neighbours=(4,), passes=1)  # the trials of a test that looks at other things
 
 
 def owners_of(part: Part) -> list[int]:
@@ -38,55 +34,40 @@ def owners_of(part: Part) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_candidate_s_loss_is_that_of_a_memory_built_so(
-    olmoe: PreTrainedModel, zoo_tokenizer: PreTrainedTokenizerFast, sayings_memory: RoutingMemory
-) -> None:
-    batches = list(sayings_memory.reference_tokens().batches(1024))
-    tried = choose_targets(olmoe, find_routers(olmoe), batches, BUILD)
-    assert [one.loss for one in tried[1:]] == sorted(one.loss for one in tried[1:])
-    found = {(one.gradient, one.learning_rate, one.steps) for one in tried}
-    paths = [("dense", rate) for rate in RATES] + [("sparse", 1.0)]
-    assert found == {(*path, steps) for path in paths for steps in (1, 5)}
-    baseline = Baseline.of(olmoe, batches)
-    for candidate in (min(tried, key=lambda one: one.loss), tried[-1]):
-        built = build_memory(olmoe, zoo_tokenizer, sayings(40), candidate.apply(BUILD))
-        judged = [
-            judge(
-                olmoe,
-                open_cases(olmoe, built),
-                baseline,
-                RoutingConfig(**PRESETS["strong"]["routing"], confidence_factor=factor),
-            )
-            for factor in CONFIDENCE_FACTORS
-        ]
-        assert candidate.loss == pytest.approx(min(one.loss for one in judged), abs=0.1)
-    assert tried[0].loss < judged[0].alone
-
-
-@pytest.mark.slow
-def test_where_experts_cannot_all_be_run_sparse_gradients_are_tried_at_every_rate(
+def test_gradients_are_sparse_where_experts_cannot_all_be_run(
     zoo_tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     model = family("llama4_text")
-    memory = build_memory(model, zoo_tokenizer, sayings(24), BUILD)
-    batches = list(memory.reference_tokens().batches(256))
-    tried = choose_targets(model, find_routers(model), batches, BUILD)
-    found = {(one.gradient, one.learning_rate, one.steps) for one in tried}
-    assert found == {("sparse", rate, steps) for rate in RATES for steps in (1, 5)}
+    memory, _ = build_calibrated(model, zoo_tokenizer, sayings(24), BUILD, FEW)
+    assert memory.build.gradient == "sparse"
 
 
-@pytest.mark.parametrize(
-    ("dense", "alone", "first"),
-    [(4.04, 4.1, "dense"), (4.06, 4.1, "sparse"), (4.04, None, "sparse"), (3.9, None, "dense")],
-)
-def test_dense_targets_go_first_where_values_will_be_trained(
-    dense: float, alone: float | None, first: str
+@pytest.mark.slow
+def test_which_tokens_count_is_chosen_for_questions(
+    olmoe: PreTrainedModel, zoo_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    candidates = [Candidate("sparse", 1.0, 1, 4.0), Candidate("sparse", 0.1, 1, 4.001)]
-    candidates += [Candidate("dense", 1.0, 5, dense), Candidate("dense", 0.1, 5, dense + 0.001)]
-    ranked = rank_candidates(candidates, alone)
-    assert (ranked[0].gradient, ranked[0].loss) == (first, 4.0 if first == "sparse" else dense)
-    assert sorted(ranked, key=id) == sorted(candidates, key=id)
+    """Judged by completions alone, whichever tokens became cases; nothing to choose for texts."""
+    questions = [Example(text[:30], text[30:]) for text in sayings(40)]
+    folder = tmp_path / "memory"
+    memory, found = build_calibrated(olmoe, zoo_tokenizer, questions, BUILD, FEW, folder=folder)
+    tried = found.token_choices
+    assert {(one.tokens, one.loss_of) for one in tried} == {
+        ("all", "completion"),
+        ("all", "all"),
+        ("completion", "completion"),
+    }
+    assert [one.loss for one in tried] == sorted(one.loss for one in tried)
+    assert (memory.build.tokens, memory.build.loss) == (tried[0].tokens, tried[0].loss_of)
+    completions = build_memory(olmoe, zoo_tokenizer, questions, replace(BUILD, tokens="completion"))
+    judged = split(completions.reference_tokens(), FEW).judge
+    batches = list(judged.batches(1024))
+    assert found.judgement.tokens == sum(int(batch.scored.sum()) for batch in batches)
+    assert RoutingMemory.from_pretrained(folder).manifest.calibration == found.report()
+    given = replace(BUILD, loss="all")
+    _, found = build_calibrated(olmoe, zoo_tokenizer, questions, given, FEW)
+    assert found.token_choices == ()
+    _, found = build_calibrated(olmoe, zoo_tokenizer, sayings(40), BUILD, FEW)
+    assert found.token_choices == ()
 
 
 @pytest.mark.slow
@@ -99,12 +80,12 @@ def test_a_memory_that_chooses_everything_without_the_examples_that_judge(
 ) -> None:
     seen: set[int] = set()
 
-    def watch(*args: Any, **kwargs: Any) -> Any:
-        for batch in args[2]:
+    def watch(model: Any, cases: Any, data: FitData, *args: Any) -> Any:
+        for batch in data.batches:
             seen.update(batch.owner.tolist())
-        return choose_targets(*args, **kwargs)
+        return choose_start(model, cases, data, *args)
 
-    monkeypatch.setattr("knn_moe.adapt.calibrate.build_calibrated.choose_targets", watch)
+    monkeypatch.setattr("knn_moe.adapt.calibrate.trials.choose_start", watch)
     folder, config = tmp_path / "memory", replace(BUILD, batch_tokens=1024)
     memory, found = build_calibrated(
         olmoe, zoo_tokenizer, sayings(40), config, QUICK, folder=folder
@@ -112,8 +93,8 @@ def test_a_memory_that_chooses_everything_without_the_examples_that_judge(
     parts = split(sayings_memory.reference_tokens(), QUICK)
     assert not seen & {*owners_of(parts.choose), *owners_of(parts.judge)}
     assert seen <= set(owners_of(parts.fit))
-    best = found.targets[0]
-    assert (memory.build.learning_rate, memory.build.steps) == (best.learning_rate, best.steps)
+    assert (memory.build.steps, memory.build.gradient) == (1, "dense")
+    assert set(found.start) == set(DISTANCES)
     assert memory.build.max_length == BUILD.max_length
     again = RoutingMemory.from_pretrained(folder)
     assert again.routing == found.routing == memory.routing
@@ -139,9 +120,7 @@ def test_values_are_trained_on_all_examples_in_the_end(
     monkeypatch.setattr("knn_moe.adapt.calibrate.trials.train_values", watch)
     reference = sayings_memory.reference_tokens()
     calibrator = Calibrator(olmoe, sayings_memory, reference, QUICK, ignore_progress)
-    fitted = calibrator.try_widths(4)
-    assert fitted is not None
-    trained = calibrator.try_values(fitted, 0.3)
+    trained = calibrator.try_values(4, 0.3)
     assert trained is not None
     whole = calibrator.train_on_all(trained)
     assert not torch.equal(whole.cases[0].values, trained.cases[0].values)
@@ -204,7 +183,7 @@ def test_building_and_calibrating_at_once(
     assert report["helps"] == (report["head"] is not None)
     after = RoutingMemory.from_pretrained(tmp_path / "new")
     assert after.manifest.calibration == report
-    assert after.build.learning_rate == report["targets"][0]["learning_rate"]
+    assert (after.build.steps, after.build.gradient) == (1, "dense")
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == ["memory", "new", "reference.jsonl"]
 

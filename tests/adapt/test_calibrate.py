@@ -27,6 +27,7 @@ from knn_moe.adapt.calibrate import fit
 from knn_moe.adapt.calibrate.fit import FitCases, FitData, fit_widths, install_fitted_recall
 from knn_moe.adapt.calibrate.judge import Baseline, judge
 from knn_moe.adapt.calibrate.result import Calibration
+from knn_moe.adapt.calibrate.start import choose_start
 from knn_moe.adapt.calibrate.values import ValueTraining, train_values
 from knn_moe.adapt.calibrate.widths import DivergedError, WidthParameters
 from knn_moe.build.optimise import summed_loss
@@ -216,7 +217,7 @@ def test_more_steps_fit_better(olmoe: PreTrainedModel, sayings_memory: RoutingMe
     data = look_up(olmoe, sayings_memory, cases)
     routing = RoutingConfig(k=4)
     losses = [
-        fitted_loss(olmoe, cases, data, fit_widths(olmoe, cases, data, routing, steps)[0])
+        fitted_loss(olmoe, cases, data, fit_widths(olmoe, cases, data, routing, steps))
         for steps in (8, 32, 96)
     ]
     assert losses == sorted(losses, reverse=True)
@@ -225,46 +226,48 @@ def test_more_steps_fit_better(olmoe: PreTrainedModel, sayings_memory: RoutingMe
 
 
 @pytest.mark.slow
-def test_values_are_rescaled_where_that_helps(
-    olmoe: PreTrainedModel, sayings_memory: RoutingMemory
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
+def test_values_start_at_the_best_distance_whatever_the_size_of_the_steps(
+    olmoe: PreTrainedModel, sayings_memory: RoutingMemory, size: float
 ) -> None:
-    """A tenth of what the build changed is too little, and is made more, by one factor a layer."""
-    cases = []
-    for each in open_cases(olmoe, sayings_memory):
-        whole = each.with_own_logits()
-        cases.append(replace(whole, values=whole.own + 0.1 * (whole.values - whole.own)))
+    """Relative to the spread of the logits: the same start for steps a thousand times as long."""
+    cases = open_cases(olmoe, sayings_memory)
     data = look_up(olmoe, sayings_memory, cases)
-    widths, rescaled = fit_widths(olmoe, cases, data, RoutingConfig(k=4), 96)
-    fixed = [replace(each, own=None) for each in cases]
-    plain, same = fit_widths(olmoe, fixed, data, RoutingConfig(k=4), 96)
-    better = fitted_loss(olmoe, rescaled, data, widths)
-    assert better < fitted_loss(olmoe, fixed, data, plain)
-    for each, after, kept in zip(cases, rescaled, same, strict=True):
-        assert kept.values is each.values
-        change = (each.values - each.own).flatten()
-        moved = change.abs() > 0.01
-        ratio = (after.values - each.own).flatten()[moved] / change[moved]
-        assert ratio.mean() > 1.5
-        assert after.update_scale == pytest.approx(float(ratio.mean()), rel=1e-3)
-        torch.testing.assert_close(ratio, ratio.mean().expand_as(ratio), rtol=1e-2, atol=0)
+    expected = choose_start(olmoe, cases, data, 4, 1024)
+    moved = []
+    for each in cases:
+        own = compute_own_logits(each.router, each.keys)
+        moved.append(replace(each, values=own + size * (each.values - own)))
+    start = choose_start(olmoe, moved, data, 4, 1024)
+    assert start.distance == expected.distance > 0
+    assert start.losses[start.distance] == min(start.losses.values())
+    assert start.losses == pytest.approx(expected.losses, rel=1e-4)
+    for one, other in zip(start.cases, expected.cases, strict=True):
+        torch.testing.assert_close(one.values, other.values, rtol=1e-3, atol=1e-3)
+        assert one.update_scale == pytest.approx(other.update_scale / size, rel=1e-2)
 
 
 def test_values_descend_the_loss_of_the_tokens_that_recall_them(
     olmoe: PreTrainedModel, sayings_memory: RoutingMemory
 ) -> None:
-    """Adam's first step against the loss's slope by differences; values nobody recalls stay."""
+    """Adam's first step against the loss's slope by differences. It moves the value itself and,
+    through the linear map of the keys, all others."""
     cases = open_cases(olmoe, sayings_memory)
     data = look_up(olmoe, sayings_memory, cases)
     data = FitData(data.batches[:1], data.tables)
     widths = tuple(LayerRouting(layer=each.router.layer, confidence_factor=0.9) for each in cases)
     start, rate = RoutingConfig(k=4, per_layer=widths), 1e-3
-    _, trained = train_values(olmoe, cases, data, start, ValueTraining(1, rate, "sparse"))
+    training = ValueTraining(1, rate, "sparse", [1.0] * len(cases))
+    _, trained = train_values(olmoe, cases, data, start, training)
     for place, (each, after) in enumerate(zip(cases, trained, strict=True)):
-        step = (after.values - each.values) / rate
+        change = (after.values - each.values) / rate
         recalled = data.tables[place].rows[0].unique()
-        never = torch.ones(len(step), dtype=torch.bool)
+        never = torch.ones(len(change), dtype=torch.bool)
         never[recalled] = False
-        assert not step[never].any()
+        linear = torch.linalg.lstsq(each.keys[never].float(), change[never]).solution
+        torch.testing.assert_close(each.keys[never].float() @ linear, change[never])
+        assert 0.5 < float((each.keys.float() @ linear).abs().max()) < 4 * 8
+        step = change - each.keys.float() @ linear
         slopes = {}
         for row in recalled[:6].tolist():
             losses = []
@@ -291,7 +294,7 @@ def test_values_are_trained_through_all_experts(zoo_tokenizer: PreTrainedTokeniz
     before = fitted_loss(model, cases, data, widths)
     moved = {}
     for gradient in ("sparse", "dense"):
-        _, trained = train_values(model, cases, data, start, ValueTraining(1, 0.02, gradient))
+        _, trained = train_values(model, cases, data, start, ValueTraining(1, 0.02, gradient, [1.0] * len(cases)))
         assert fitted_loss(model, trained, data, widths) < before
         moved[gradient] = float((trained[-1].values != cases[-1].values).float().mean())
     assert moved["sparse"] < 0.95 * moved["dense"]
@@ -364,10 +367,9 @@ def test_diverging_trials_are_left_out(
     monkeypatch.setattr("knn_moe.adapt.calibrate.trials.train_values", diverge)
     kept = calibrate(olmoe, sayings_memory, config=QUICK)
     names = [trial.name for trial in kept.trials]
-    assert names == ["widths, K = 4", "widths, K = 1", "unchanged"]
-    assert kept.chosen == "widths, K = 4"
+    assert names == ["unchanged"]
+    assert kept.chosen == "unchanged"
     assert not kept.values_trained
-    monkeypatch.setattr("knn_moe.adapt.calibrate.trials.fit_widths", diverge)
     monkeypatch.setattr("knn_moe.adapt.calibrate.trials.judge", diverge)
     with pytest.raises(CalibrationError, match="finite loss"):
         calibrate(olmoe, sayings_memory, config=QUICK)
@@ -415,7 +417,7 @@ def test_values_are_trained_by_the_build_s_gradient_and_every_step_is_reported(
     memory = build_memory(olmoe, zoo_tokenizer, sayings(40), config)
     found = calibrate(olmoe, memory, config=QUICK, on_progress=steps.append)
     assert set(used) == {gradient}
-    assert len(used) == 1 + found.values_trained
+    assert len(used) == 2 + found.values_trained  # two numbers of neighbours, then all examples
     assert (steps[-1].done == steps[-1].total) == found.values_trained
     assert found.values_trained or gradient == "sparse"
     assert found.report()["update_scale"].keys() == {"0", "1"}

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from knn_moe.memory.memory import RoutingMemory
 
 _CONFIG: Final = (
-    "preset", "steps", "learning_rate", "gradient", "tokens", "max_length", "batch_tokens",
+    "preset", "steps", "learning_rate", "gradient", "tokens", "loss", "max_length",
+    "batch_tokens",
 )  # fmt: skip
 
 
@@ -64,6 +65,11 @@ _CONFIG: Final = (
     help="Remember all tokens (all), or only those that predict a completion (completion).",
 )
 @click.option(
+    "--loss",
+    help="Lower the loss of all tokens (all), or only of completions (completion). Default: that "
+    "of the tokens that are remembered.",
+)
+@click.option(
     "--max-length",
     default=2048,
     show_default=True,
@@ -75,8 +81,7 @@ _CONFIG: Final = (
 @click.option(
     "--calibrate",
     is_flag=True,
-    help="Choose the step size, the number of steps, the gradient and the use of the memory on "
-    "held-out examples.",
+    help="Train the values, and choose the tokens and the use of the memory, on held-out examples.",
 )
 @click.option(
     "--head",

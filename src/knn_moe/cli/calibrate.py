@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -26,11 +26,9 @@ from knn_moe.memory.card import describe_head
 
 if TYPE_CHECKING:
     from knn_moe.adapt.calibrate.language_head import HeadChoice
-    from knn_moe.adapt.calibrate.result import Calibration, Candidate
+    from knn_moe.adapt.calibrate.result import Calibration, TokenChoice
     from knn_moe.config import CalibrationConfig
     from knn_moe.support.statistics import Comparison
-
-_SHOWN: Final = 3  # candidates for better logits
 
 
 @click.command(name="calibrate")
@@ -48,8 +46,8 @@ _SHOWN: Final = 3  # candidates for better logits
     "--value-rate",
     type=float,
     multiple=True,
-    help="Try this learning rate to train the stored values. Can be repeated. "
-    "Default: 0.05 and 0.1.",
+    help="Try this learning rate to train the stored values, relative to the spread of a layer's "
+    "logits. Can be repeated. Default: 0.01, 0.03, 0.1 and 0.3.",
 )
 @click.option(
     "--keep-values", is_flag=True, help="Do not train the stored values; choose only their use."
@@ -76,9 +74,9 @@ def command(
 
     Calibration reads the reference set that MEMORY was built from, or REFERENCE, a file of the same
     kind. It fits the widths (γ), the confidence (λ) and the stored values of each layer on one part
-    of the examples, chooses the number of neighbours (K) on a second part, and judges the result on
-    a third. No example recalls itself. If the memory does not help on held-out examples,
-    calibration turns it off.
+    of the examples, chooses the learning rate and the number of neighbours (K) on a second part,
+    and judges the result on a third. No example recalls itself. If the memory does not help on
+    held-out examples, calibration turns it off.
     """
     from knn_moe.adapt.calibrate.calibrate import calibrate
     from knn_moe.adapt.calibrate.result import write_calibrated
@@ -129,8 +127,8 @@ def _calibration_config(options: Mapping[str, Any]) -> CalibrationConfig:
 
 def show_calibration(found: Calibration) -> None:
     """Print what was tried, what was chosen for each layer, and the result on held-out examples."""
-    if found.targets:
-        _show_targets(found.targets)
+    if found.token_choices:
+        _show_choices(found.token_choices)
     tried = [
         (
             f"{trial.name} *" if trial.name == found.chosen else trial.name,
@@ -169,18 +167,13 @@ def _show_layers(found: Calibration) -> None:
     print_table(f"Chosen for each layer, with K = {found.routing.k} neighbours", columns, rows)
 
 
-def _show_targets(targets: Sequence[Candidate]) -> None:
+def _show_choices(choices: Sequence[TokenChoice]) -> None:
     rows = [
-        (
-            f"{target.learning_rate:g}{' *' if target is targets[0] else ''}",
-            target.steps,
-            target.gradient,
-            f"{target.loss:.4f}",
-        )
-        for target in targets[:_SHOWN]
+        (f"{each.tokens}{' *' if each is choices[0] else ''}", each.loss_of, f"{each.loss:.4f}")
+        for each in choices
     ]
-    columns = ("step size η", "steps S", "gradient", "loss")
-    print_table("Ways to find better logits (* chosen)", columns, rows)
+    columns = ("tokens that become cases", "tokens whose loss is lowered", "loss of completions")
+    print_table("Choices of tokens (* chosen)", columns, rows)
 
 
 def _show_head(head: HeadChoice) -> None:

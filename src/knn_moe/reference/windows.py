@@ -85,27 +85,30 @@ def read_tokens(
     Raises:
         ReferenceSetError: There are no tokens, or none that `config.tokens` keeps.
     """
-    stream, scored = array.array("i"), array.array("b")
+    stream, completed = array.array("i"), array.array("b")
     begin, owner, offset = array.array("q", [0]), array.array("i"), array.array("i")
     for number, example in enumerate(examples):
         tokens = tokenise(example, tokenizer)
-        first = tokens.completion_start if config.tokens == "completion" else 0
+        first = tokens.completion_start
         for start in range(0, len(tokens.ids), max_length):
             window = tokens.ids[start : start + max_length]
             stream.extend(window)
             targets = range(start + 1, start + len(window))
-            scored.extend([*(target >= first for target in targets), False])
+            completed.extend([*(target >= first for target in targets), False])
             begin.append(len(stream))
             owner.append(number)
             offset.append(start)
     if not stream:
         raise ReferenceSetError("The reference set holds no tokens.")
-    counts = torch.from_numpy(np.array(scored, dtype=bool))
-    kept = counts if config.tokens == "completion" else torch.ones_like(counts)
-    if not bool(kept.any()):
+    followed = torch.ones(len(stream), dtype=torch.bool)
+    followed[torch.tensor(begin[1:]) - 1] = False  # a window's last token has no next one
+    in_completion = torch.from_numpy(np.array(completed, dtype=bool))
+    scored = in_completion if (config.loss or config.tokens) == "completion" else followed
+    kept = in_completion if config.tokens == "completion" else torch.ones_like(followed)
+    if "completion" in (config.tokens, config.loss) and not bool(in_completion.any()):
         raise ReferenceSetError(
-            "tokens='completion' leaves nothing to keep: no example has a completion after its "
-            "first token. Use tokens='all', or examples with prompt and completion."
+            "There is no completion to learn from: no example has one after its first token. Use "
+            "all tokens, or examples with prompt and completion."
         )
     provenance = Provenance(
         stream=_tensor(stream, np.int32),
@@ -114,7 +117,7 @@ def read_tokens(
         offset_of_window=_tensor(offset, np.int32),
         key=kept.nonzero().flatten(),
     )
-    return ReferenceTokens(provenance, counts, kept)
+    return ReferenceTokens(provenance, scored, kept)
 
 
 def _tensor(values: array.array[int], dtype: type[np.signedinteger[Any]]) -> Tensor:

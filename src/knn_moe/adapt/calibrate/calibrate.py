@@ -1,24 +1,26 @@
 """Calibrate a memory on its own reference set: choose neighbours, widths, values and layers.
 
-On one part of the examples the widths of every layer are fitted by gradient, for each number of
-neighbours, and with them the update scale (widths.py); then the values are trained.
-By a second part the best of these trials is chosen. On a third part, which nothing was fitted or
-chosen by, it is judged against the model alone. If the memory is not significantly better there,
-calibration turns it off: every confidence factor becomes 0.
+On one part of the examples the values are trained, and the widths of every layer with them, at
+several rates (values.py); the start of the values is chosen before (start.py). By a second part the
+best of these trials is chosen. On a third part, which nothing was fitted or chosen by, it is judged
+against the model alone. If the memory is not significantly better there, calibration turns it off:
+every confidence factor becomes 0.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from knn_moe.adapt.calibrate.result import Calibration, TrialSummary
-from knn_moe.adapt.calibrate.trials import Calibrator, Trial
+from knn_moe.adapt.calibrate.result import Calibration
+from knn_moe.adapt.calibrate.search import Search
+from knn_moe.adapt.calibrate.trials import Calibrator
 from knn_moe.build.build import reference_tokens
 from knn_moe.config import CalibrationConfig
 from knn_moe.errors import CalibrationError, ConfigError
@@ -82,60 +84,45 @@ def calibrate(
     if not force:
         check_belongs(model, memory)
     reference = _read_reference(model, memory, examples, tokenizer)
+    with calibrating(model, memory, config):
+        calibrator = Calibrator(model, memory, reference, config, on_progress)
+        search = Search(calibrator)
+        search.run()
+        return conclude(search, started)
+
+
+@contextmanager
+def calibrating(
+    model: nn.Module, memory: RoutingMemory, config: CalibrationConfig
+) -> Iterator[None]:
+    """Allow gradients, use experts that are fast with them, and explain what does not fit."""
     forget_compiled_graphs()
     advice = _out_of_memory_advice(memory, config)
     with torch.inference_mode(False), use_grouped_experts(model), explain_out_of_memory(advice):
-        calibrator = Calibrator(model, memory, reference, config, on_progress)
-        best, summaries = _choose_trial(calibrator)
-        judged = calibrator.judge(best)
-        head = calibrator.choose_head(best, routed=judged.better) if config.head else None
-        last = calibrator.train_on_all(best) if judged.better else best.turned_off()
+        yield
+
+
+def conclude(search: Search, started: float) -> Calibration:
+    """Judge the best trial, choose a head, train on all examples, and return what was found."""
+    calibrator, best = search.calibrator, search.best
+    judged = calibrator.judge(best)
+    wanted = calibrator.config.head
+    head = calibrator.choose_head(best, routed=judged.better) if wanted else None
+    last = calibrator.train_on_all(best) if judged.better else best.turned_off()
     return Calibration(
         routing=replace(last.routing, head=head.config if head and head.helps else None),
         judgement=judged,
-        trials=tuple(summaries),
+        trials=tuple(search.summaries),
         chosen=best.name,
         distances=calibrator.distances(best.routing.k),
         values=last.values,
         update_scale=last.update_scale,
         values_trained=last.training is not None,
+        start=calibrator.start.losses if calibrator.config.value_rates else {},
         head=head,
         seconds=time.monotonic() - started,
         seconds_by_part=calibrator.clock.seconds,
     )
-
-
-def _choose_trial(calibrator: Calibrator) -> tuple[Trial, list[TrialSummary]]:
-    """Try widths for the largest K and from there for smaller ones; with the best of them, values;
-    and the memory unchanged. Return the best trial and the numbers of all."""
-    best: Trial | None = None
-    summaries: list[TrialSummary] = []
-
-    def offer(trial: Trial | None) -> Trial | None:
-        nonlocal best
-        if trial is not None:
-            summaries.append(trial.summary())
-            # Only the best trial is kept: each holds values as large as the memory's.
-            if best is None or trial.judgement.loss < best.judgement.loss:
-                best = trial
-        return trial
-
-    *smaller, largest = calibrator.ks
-    first = offer(calibrator.try_widths(largest))
-    for k in reversed(smaller):
-        offer(calibrator.try_widths(k, first))
-    del first
-    if best is not None:
-        fitted = best
-        for rate in calibrator.config.value_rates:
-            offer(calibrator.try_values(fitted, rate))
-    offer(calibrator.try_unchanged())
-    if best is None:
-        raise CalibrationError(
-            "No way to use this memory gave the model a finite loss: its values or the model may "
-            "overflow. Build it with smaller steps, or use another dtype."
-        )
-    return best, summaries
 
 
 def _read_reference(

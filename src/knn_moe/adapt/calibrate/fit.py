@@ -1,5 +1,5 @@
-"""Fit a memory's widths and update scales by gradient, on tokens that recall every example but
-their own.
+"""Recall known neighbours by numbers that are being fitted, and fit a memory's widths by gradient,
+on tokens that recall every example but their own.
 
 Neighbours are looked up once, for the inputs of the model alone. Where layers below have been
 mixed, inputs differ a little: their distances to the same neighbours are computed again, and other
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import torch
@@ -28,7 +28,6 @@ from knn_moe.reference.windows import Batch
 from knn_moe.routers.dense_gradients import DenseGradientHook
 from knn_moe.routers.intercept import RouterHook
 from knn_moe.routers.model_state import freeze, input_device, install_hooks
-from knn_moe.routers.own_logits import compute_own_logits
 
 _RATE: Final = 0.1  # of Adam, falling to 0
 _TOKENS: Final = 1024  # compared with their neighbours at a time
@@ -38,15 +37,18 @@ _TOKENS: Final = 1024  # compared with their neighbours at a time
 class FitCases(Cases):
     """Cases whose values are being fitted.
 
-    Shapes: own [M, N], the router's own logits for the keys; None: values are not rescaled.
+    Shapes: linear [N, d], a map of the keys that is added to the values; None: there is none.
     """
 
-    own: Tensor | None = None
+    linear: Tensor | None = None
     update_scale: float = 1.0  # how far the values were moved from the router's own logits
 
-    def with_own_logits(self) -> FitCases:
-        """Compute the router's own logits, so that values may be rescaled."""
-        return replace(self, own=compute_own_logits(self.router, self.keys))
+    def values_at(self, rows: Tensor) -> Tensor:
+        """Return the values of the cases of `rows`. Shapes: [T, K] → [T, K, N]."""
+        values = self.values
+        if self.linear is not None:
+            values = values + (self.keys @ self.linear.T.to(self.keys.dtype)).float()
+        return F.embedding(rows, values)
 
 
 @dataclass
@@ -120,10 +122,7 @@ class FittedRecall:
         rows = self.rows[:, : self.k]
         distance = self._distance(inputs.detach(), rows)
         layer = self.cases.router.layer
-        values = F.embedding(rows, self.cases.values)
-        if self.cases.own is not None:
-            values = self.parameters.rescale(layer, values, F.embedding(rows, self.cases.own))
-        widths = self.parameters.widths(layer, logits.device)
+        values, widths = self.cases.values_at(rows), self.parameters.widths(layer, logits.device)
         return weigh(distance, values, widths, self.cases.similarity).mix(logits)
 
     def _distance(self, inputs: Tensor, rows: Tensor) -> Tensor:
@@ -190,26 +189,25 @@ def fit_widths(
     start: RoutingConfig,
     steps: int,
     on_step: Callable[[], None] = lambda: None,
-) -> tuple[tuple[LayerRouting, ...], list[FitCases]]:
-    """Fit the widths that make `data` likeliest.
+) -> tuple[LayerRouting, ...]:
+    """Fit the widths that make `data` likeliest, with values as they are.
 
     Args:
         model: The model alone.
-        cases: Of each layer; values are rescaled along where they have their router's own logits.
+        cases: Of each layer.
         data: Batches and neighbours.
         start: K, and the widths to start from, if it has any for single layers.
         steps: Of Adam.
         on_step: Called after each step.
 
     Returns:
-        The widths of each layer, and the cases with rescaled values.
+        The widths of each layer.
 
     Raises:
         DivergedError: The fit diverged.
     """
     with freeze(model), torch.enable_grad():
-        gammas = {each.router.layer: each.gamma for each in cases}
-        parameters = WidthParameters(gammas, cases[0].router.device, start.per_layer)
+        parameters = WidthParameters.of(cases, start.per_layer)
         adam = torch.optim.Adam(parameters.parameters(), lr=_RATE)
         with install_fitted_recall(cases, parameters, start.k) as recalls:
             for step, place in enumerate(batch_order(len(data.batches), steps)):
@@ -218,18 +216,7 @@ def fit_widths(
                 adam.param_groups[0]["lr"] = _RATE * (1 - step / steps)
                 adam.step()
                 on_step()
-        widths = parameters.read()
-        with torch.no_grad():
-            return widths, [_rescale(each, parameters) for each in cases]
-
-
-def _rescale(cases: FitCases, parameters: WidthParameters) -> FitCases:
-    if cases.own is None:
-        return cases
-    layer = cases.router.layer
-    values = parameters.rescale(layer, cases.values, cases.own)
-    scale = cases.update_scale * float(parameters.update_scale(layer))
-    return replace(cases, values=values, own=None, update_scale=scale)
+        return parameters.read()
 
 
 def mean_loss(

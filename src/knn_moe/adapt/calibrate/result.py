@@ -11,7 +11,7 @@ from torch import Tensor
 
 from knn_moe.adapt.calibrate.judge import Judgement
 from knn_moe.adapt.calibrate.language_head import HeadChoice
-from knn_moe.config import BuildConfig, RoutingConfig
+from knn_moe.config import RoutingConfig
 from knn_moe.memory.memory import RoutingMemory
 from knn_moe.memory.writer import reseal
 
@@ -28,19 +28,12 @@ class TrialSummary:
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A way to find better logits, and the sample's loss per token when they are recalled."""
+class TokenChoice:
+    """Which tokens became cases and whose loss was lowered, and the loss per token to choose by."""
 
-    gradient: str
-    learning_rate: float
-    steps: int
-    loss: float = float("nan")
-
-    def apply(self, base: BuildConfig) -> BuildConfig:
-        """Return `base` with this candidate's η, S and gradient."""
-        return replace(
-            base, gradient=self.gradient, learning_rate=self.learning_rate, steps=self.steps
-        )
+    tokens: str
+    loss_of: str
+    loss: float
 
 
 @dataclass(frozen=True)
@@ -61,12 +54,13 @@ class Calibration:
     chosen: str  # the name of one of the trials
     distances: Mapping[int, Distances]  # by layer
     values: Mapping[int, Tensor] | None  # by layer [M, N]; None: as the memory has them
-    update_scale: Mapping[int, float]  # by layer, see widths.py
+    update_scale: Mapping[int, float]  # by layer, see start.py
     values_trained: bool
     seconds: float
     seconds_by_part: Mapping[str, float]
+    start: Mapping[float, float]  # the loss per token by how far values were moved, see start.py
     head: HeadChoice | None = None  # the likeliest, where one was wanted; used if it helps
-    targets: tuple[Candidate, ...] = ()  # the chosen one first, where the build chose among some
+    token_choices: tuple[TokenChoice, ...] = ()  # the best first, where the build chose among some
 
     @property
     def helps(self) -> bool:
@@ -87,7 +81,8 @@ class Calibration:
             "update_scale": {str(layer): round(x, 4) for layer, x in self.update_scale.items()},
             "values_trained": self.values_trained,
             "head": self.head.report() if self.head else None,
-            "targets": [asdict(target) for target in self.targets],
+            "start": {f"{distance:g}": round(loss, 6) for distance, loss in self.start.items()},
+            "token_choices": [asdict(choice) for choice in self.token_choices],
             "seconds": round(self.seconds, 1),
             "seconds_by_part": {part: round(s, 2) for part, s in self.seconds_by_part.items()},
         }

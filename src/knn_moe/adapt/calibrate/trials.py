@@ -14,6 +14,7 @@ from knn_moe.adapt.calibrate.fit import FitCases, FitData, fit_widths, look_up_n
 from knn_moe.adapt.calibrate.judge import Baseline, Judgement, judge
 from knn_moe.adapt.calibrate.language_head import HeadChoice, choose_head
 from knn_moe.adapt.calibrate.result import Distances, TrialSummary
+from knn_moe.adapt.calibrate.start import Start, choose_start
 from knn_moe.adapt.calibrate.values import ValueTraining, train_values
 from knn_moe.adapt.calibrate.widths import DivergedError
 from knn_moe.config import CalibrationConfig, RoutingConfig
@@ -26,6 +27,7 @@ from knn_moe.reference.windows import Batch, ReferenceTokens
 from knn_moe.support.progress import OnProgress, StepCounter
 
 _WIDTH_PASSES: Final = 2  # over the examples to fit, at most
+_TRIED_RATES: Final = 3  # of the rates in the config, usually
 # A pass has at least this many steps, of at least this many tokens each.
 _STEPS_A_PASS, _LEAST_TOKENS = 24, 64
 
@@ -86,9 +88,11 @@ class Calibrator:
     Args:
         model: The model alone.
         memory: The memory to calibrate.
-        reference: The reference set.
+        reference: The reference set; values and widths descend the loss of its scored tokens.
         config: How to calibrate.
         on_progress: Called after each step of a fit.
+        judged: The same reference set with the scored tokens that trials are judged by. None:
+            those of `reference`.
     """
 
     def __init__(
@@ -98,23 +102,40 @@ class Calibrator:
         reference: ReferenceTokens,
         config: CalibrationConfig,
         on_progress: OnProgress,
+        judged: ReferenceTokens | None = None,
     ) -> None:
         self.model = model
         self.memory = memory
         self.config = config
         self.splits = split(reference, config)
+        if judged is not None:
+            others = split(judged, config)
+            self.splits = self.splits._replace(choose=others.choose, judge=others.judge)
         self.ks = _possible_ks(memory, config)
         self.cases: Sequence[FitCases] = _open_cases(model, memory)
         batches = self._fit_batches(self.splits.fit)
-        everything = len(batches) + len(self._fit_batches(self.splits.held_out))
-        trained = len(config.value_rates) * len(batches) + bool(config.value_rates) * everything
         self.steps = min(config.steps, _WIDTH_PASSES * len(batches))
-        total = self.steps + (len(self.ks) - 1) * self._fewer_steps + config.passes * trained
-        self.counter = StepCounter(on_progress, total)
+        self.counter = StepCounter(on_progress, self._expect_steps(len(batches)))
         self.clock = Clock()
         with self.clock.measure("neighbours looked up"):
             self.data = look_up_neighbours(model, self.cases, batches, self.ks[-1])
         self.choosing = Baseline.of(model, self._judge_batches(self.splits.choose))
+
+    def _expect_steps(self, batches: int) -> int:
+        """Estimate the steps of all fits; how many rates are tried is known only in the end."""
+        if not self.config.value_rates:
+            return self.steps + (len(self.ks) - 1) * self._fewer_steps
+        trials = min(len(self.config.value_rates), _TRIED_RATES) + len(self.ks) - 1
+        everything = batches + len(self._fit_batches(self.splits.held_out))
+        return self.config.passes * (trials * batches + everything)
+
+    @cached_property
+    def start(self) -> Start:
+        """Where the values start."""
+        with self.clock.measure("start of the values"):
+            return choose_start(
+                self.model, self.cases, self.data, self.ks[-1], self.config.judge_tokens
+            )
 
     def try_unchanged(self) -> Trial | None:
         """Try the memory as it is used now.
@@ -129,42 +150,39 @@ class Calibrator:
         return self._judge_trial("unchanged", routing, self.cases)
 
     def try_widths(self, k: int, start: Trial | None = None) -> Trial | None:
-        """Fit widths for K = k, and rescale what the build changed, unless values are to stay.
+        """Fit widths for K = k, with values as they are.
 
         Starting from a fit for another K takes half the steps. None: the fit diverged.
         """
         name = f"widths, K = {k}"
-        changing = bool(self.config.value_rates)
-        kept = self.memory.routing
-        routing = RoutingConfig(k=k, layers=kept.layers, index=kept.index, stats=kept.stats)
-        steps = self.steps if k == self.ks[-1] else self._fewer_steps
-        cases = self.cases
+        routing = self._routing(k)
         if start is not None:
             routing = replace(routing, per_layer=start.routing.per_layer)
-            cases = start.cases
-        if changing:
-            cases = [each.with_own_logits() for each in cases]
+        steps = self.steps if start is None else self._fewer_steps
         try:
             with self.clock.measure(name):
-                widths, fitted = fit_widths(
-                    self.model, cases, self.data, routing, steps, self.counter.steps_of(name)
+                widths = fit_widths(
+                    self.model, self.cases, self.data, routing, steps, self.counter.steps_of(name)
                 )
         except DivergedError:
             return None
-        trial = self._judge_trial(name, replace(routing, per_layer=widths), fitted)
-        return trial and replace(trial, values_changed=changing)
+        return self._judge_trial(name, replace(routing, per_layer=widths), self.cases)
+
+    def try_values(self, k: int, rate: float) -> Trial | None:
+        """Train values and widths for K = k at `rate`. None: the training diverged."""
+        name = f"values, K = {k}, rate {rate:g}"
+        training = StartOfTraining(self.start.cases, rate)
+        trained = self._train(self.data, self._routing(k), training, name)
+        trial = trained and self._judge_trial(name, *trained)
+        return trial and replace(trial, values_changed=True, training=training)
+
+    def _routing(self, k: int) -> RoutingConfig:
+        kept = self.memory.routing
+        return RoutingConfig(k=k, layers=kept.layers, index=kept.index, stats=kept.stats)
 
     @property
     def _fewer_steps(self) -> int:
         return -(-self.steps // 2)
-
-    def try_values(self, start: Trial, rate: float) -> Trial | None:
-        """Train values at `rate` from another trial on. None: the training diverged."""
-        name = f"values, rate {rate:g}"
-        training = StartOfTraining(start.cases, rate)
-        trained = self._train(self.data, start.routing, training, name)
-        trial = trained and self._judge_trial(name, *trained)
-        return trial and replace(trial, values_changed=True, training=training)
 
     def train_on_all(self, trial: Trial) -> Trial:
         """Train values, where they were trained, on the held-out examples as well."""
@@ -175,7 +193,8 @@ class Calibrator:
                 self.model, self.cases, self._fit_batches(self.splits.held_out), self.ks[-1]
             )
         name = "values, from all examples"
-        trained = self._train(self.data.extend(more), trial.routing, trial.training, name)
+        routing = self._routing(trial.routing.k)
+        trained = self._train(self.data.extend(more), routing, trial.training, name)
         if trained is None:  # the values that were judged are there still
             return trial
         return replace(trial, routing=trained[0], cases=trained[1])
@@ -183,7 +202,11 @@ class Calibrator:
     def _train(
         self, data: FitData, routing: RoutingConfig, start: StartOfTraining, name: str
     ) -> tuple[RoutingConfig, list[FitCases]] | None:
-        training = ValueTraining(self.config.passes, start.rate, self.memory.build.gradient)
+        training = ValueTraining(
+            self.config.passes, start.rate, self.memory.build.gradient, self.start.spreads
+        )
+        expected = self.counter.done + self.config.passes * len(data.batches)
+        self.counter.total = max(self.counter.total, expected)
         step = self.counter.steps_of(name)
         try:
             with self.clock.measure(name):

@@ -1,0 +1,104 @@
+"""Search for the best way to use a memory: rates of training, then fewer neighbours."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from knn_moe.adapt.calibrate.result import TrialSummary
+from knn_moe.adapt.calibrate.trials import Calibrator, Trial
+from knn_moe.errors import CalibrationError
+
+_ENOUGH: Final = 0.98  # share of the best gain at which fewer neighbours are preferred
+
+
+class Search:
+    """The trials of one memory: the best so far, and the numbers of all of them.
+
+    Only the best trial is kept: each holds values as large as the memory's.
+    """
+
+    def __init__(self, calibrator: Calibrator) -> None:
+        self.calibrator = calibrator
+        self.summaries: list[TrialSummary] = []
+        self.rates = sorted(calibrator.config.value_rates)
+        self._best: Trial | None = None
+        self._losses: dict[int, float] = {}  # by place among the rates
+
+    @property
+    def best(self) -> Trial:
+        """The best trial.
+
+        Raises:
+            CalibrationError: There is none.
+        """
+        if self._best is None:
+            raise CalibrationError(
+                "No way to use this memory gave the model a finite loss: its values or the model "
+                "may overflow. Build it with smaller steps, or use another dtype."
+            )
+        return self._best
+
+    def begin(self) -> None:
+        """Make the first trials, by which memories can be compared: values at the middle rate, or
+        widths alone."""
+        if self.rates:
+            self._loss_at(self._first_place)
+        elif not self.summaries:
+            self._fit_widths()
+
+    def run(self) -> None:
+        """Make all trials: also at other rates, with fewer neighbours, and the memory unchanged."""
+        self.begin()
+        if self.rates:
+            self._search_rates()
+            self._try_fewer_neighbours()
+        self._offer(self.calibrator.try_unchanged())
+
+    @property
+    def _first_place(self) -> int:
+        return len(self.rates) // 2
+
+    def _search_rates(self) -> None:
+        """Go from the middle rate to better neighbours until there is none; lower ones first."""
+        place = self._first_place
+        while True:
+            near = [near for near in (place - 1, place + 1) if 0 <= near < len(self.rates)]
+            better = (near for near in near if self._loss_at(near) < self._loss_at(place))
+            found = next(better, None)
+            if found is None:
+                return
+            place = found
+
+    def _loss_at(self, place: int) -> float:
+        if place not in self._losses:
+            trial = self.calibrator.try_values(self.calibrator.ks[-1], self.rates[place])
+            self._offer(trial)
+            self._losses[place] = trial.judgement.loss if trial else math.inf
+        return self._losses[place]
+
+    def _try_fewer_neighbours(self) -> None:
+        """Train again for each smaller K; take it where it has nearly all of the gain."""
+        if self._best is None or self._best.training is None:
+            return
+        rate = self._best.training.rate
+        for k in reversed(self.calibrator.ks[:-1]):
+            self._offer(self.calibrator.try_values(k, rate), share=_ENOUGH)
+
+    def _fit_widths(self) -> None:
+        *smaller, largest = self.calibrator.ks
+        first = self.calibrator.try_widths(largest)
+        self._offer(first)
+        for k in reversed(smaller):
+            self._offer(self.calibrator.try_widths(k, first))
+
+    def _offer(self, trial: Trial | None, share: float = 1.0) -> None:
+        """Take a trial if it gains more than `share` of what the best one gains."""
+        if trial is None:
+            return
+        self.summaries.append(trial.summary())
+        if self._best is not None:
+            gain, best = -trial.judgement.change.difference, -self._best.judgement.change.difference
+            if gain <= (best * share if best > 0 else best):
+                return
+        self._best = trial

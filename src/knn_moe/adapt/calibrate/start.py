@@ -1,0 +1,108 @@
+"""Choose where the values start: how far they are moved from the router's own logits.
+
+The build has found a direction for each case (§4.1); how far to go along it depends on the model.
+Distances are relative to the spread of a layer's logits, so they mean the same on every model, and
+a ladder of them spans four orders of magnitude; one of them is no change at all. Each is tried by
+reading a few batches, without gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from knn_moe.adapt.calibrate.fit import FitCases, FitData, install_fitted_recall, mean_loss
+from knn_moe.adapt.calibrate.widths import WidthParameters
+from knn_moe.errors import CalibrationError
+from knn_moe.routers.model_state import freeze
+from knn_moe.routers.own_logits import compute_own_logits
+
+# The root mean square of what the values are moved by, relative to the spread of the logits.
+DISTANCES: Final = (0.0, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where the values start, the loss per token there, and every distance with its loss."""
+
+    cases: list[FitCases]
+    spreads: list[float]  # of each layer's logits
+    distance: float
+    losses: dict[float, float]
+
+
+def choose_start(
+    model: nn.Module, cases: Sequence[FitCases], data: FitData, k: int, most_tokens: int
+) -> Start:
+    """Try every distance on the first batches of `data`, `most_tokens` tokens at most.
+
+    Raises:
+        CalibrationError: No distance gives a finite loss.
+    """
+    directions = [_Direction.of(each) for each in cases]
+    places = list(_first_batches(data, most_tokens))
+    losses = {
+        distance: _loss(model, [each.at(distance) for each in directions], data, k, places)
+        for distance in DISTANCES
+    }
+    best = min(losses, key=lambda distance: losses[distance])
+    if not math.isfinite(losses[best]):
+        raise CalibrationError(
+            "No way to use this memory gave the model a finite loss: its values or the model may "
+            "overflow. Build it with smaller steps, or use another dtype."
+        )
+    spreads = [each.spread for each in directions]
+    return Start([each.at(best) for each in directions], spreads, best, losses)
+
+
+@dataclass(frozen=True)
+class _Direction:
+    """One layer's cases, their router's own logits [M, N], and the sizes of both."""
+
+    cases: FitCases
+    own: Tensor
+    spread: float
+    change: float  # the root mean square of values - own
+
+    @staticmethod
+    def of(cases: FitCases) -> _Direction:
+        own = compute_own_logits(cases.router, cases.keys).to(cases.values.device)
+        spread = _root_mean_square(own - own.mean(dim=-1, keepdim=True))
+        return _Direction(cases, own, spread, _root_mean_square(cases.values - own))
+
+    def at(self, distance: float) -> FitCases:
+        """Return the cases with their values moved so far."""
+        scale = distance * self.spread / self.change if self.change > 0 else 0.0
+        values = self.own + scale * (self.cases.values - self.own)
+        return replace(self.cases, values=values, update_scale=scale)
+
+
+def _root_mean_square(numbers: Tensor) -> float:
+    return float(numbers.double().square().mean().sqrt())
+
+
+def _first_batches(data: FitData, most_tokens: int) -> Iterator[int]:
+    tokens = 0
+    for place, batch in enumerate(data.batches):
+        if tokens < most_tokens:
+            yield place
+        tokens += int(batch.real.sum())
+
+
+@torch.no_grad()
+def _loss(
+    model: nn.Module, cases: Sequence[FitCases], data: FitData, k: int, places: Sequence[int]
+) -> float:
+    """Return the loss per token of some batches; infinite where it is not finite."""
+    total = tokens = 0.0
+    with freeze(model), install_fitted_recall(cases, WidthParameters.of(cases), k) as recalls:
+        for place in places:
+            count = int(data.batches[place].scored.sum())
+            total += count * float(mean_loss(model, recalls, data, place))
+            tokens += count
+    return total / tokens if math.isfinite(total) else math.inf
