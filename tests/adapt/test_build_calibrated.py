@@ -25,7 +25,6 @@ from knn_moe.reference.examples import Example
 from knn_moe.reference.splits import Part, split
 from knn_moe.support.progress import ignore_progress
 
-
 FEW = replace(QUICK, neighbours=(4,), passes=1)  # the trials of a test that looks at other things
 
 
@@ -38,7 +37,7 @@ def test_gradients_are_sparse_where_experts_cannot_all_be_run(
     zoo_tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     model = family("llama4_text")
-    memory, _ = build_calibrated(model, zoo_tokenizer, sayings(24), BUILD, FEW)
+    memory, _ = build_calibrated(model, zoo_tokenizer, sayings(40), BUILD, FEW)
     assert memory.build.gradient == "sparse"
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from helpers.calibrating import QUICK, look_up, mean_loss, open_cases, sayings
@@ -93,7 +94,8 @@ def test_a_memory_that_misleads_is_turned_off(
         layer = sayings_memory.full_layers()[router.layer]
         own = compute_own_logits(router, layer.keys)
         layers[router.layer] = replace(layer, values=2 * own - layer.values)
-    off = calibrate(olmoe, replace(sayings_memory, layers=layers, folder=None), config=QUICK)
+    misleading = replace(sayings_memory, layers=layers, folder=None)
+    off = calibrate(olmoe, misleading, config=replace(QUICK, value_rates=()))
     assert not off.helps
     ids = encode(zoo_tokenizer, sayings(50)[-1])
     with torch.no_grad():
@@ -247,6 +249,20 @@ def test_values_start_at_the_best_distance_whatever_the_size_of_the_steps(
         assert one.update_scale == pytest.approx(other.update_scale / size, rel=1e-2)
 
 
+def own_steps(before: FitCases, after: FitCases, recalled: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how far each value was moved for itself, and how far by the linear map of the keys.
+
+    The map is what moved the values that no token recalled.
+    """
+    change = after.values - before.values
+    never = torch.ones(len(change), dtype=torch.bool)
+    never[recalled] = False
+    keys = before.keys.float()
+    shared = keys @ torch.linalg.lstsq(keys[never], change[never]).solution
+    torch.testing.assert_close(shared[never], change[never], rtol=0, atol=1e-5)
+    return change - shared, shared
+
+
 def test_values_descend_the_loss_of_the_tokens_that_recall_them(
     olmoe: PreTrainedModel, sayings_memory: RoutingMemory
 ) -> None:
@@ -260,14 +276,10 @@ def test_values_descend_the_loss_of_the_tokens_that_recall_them(
     training = ValueTraining(1, rate, "sparse", [1.0] * len(cases))
     _, trained = train_values(olmoe, cases, data, start, training)
     for place, (each, after) in enumerate(zip(cases, trained, strict=True)):
-        change = (after.values - each.values) / rate
         recalled = data.tables[place].rows[0].unique()
-        never = torch.ones(len(change), dtype=torch.bool)
-        never[recalled] = False
-        linear = torch.linalg.lstsq(each.keys[never].float(), change[never]).solution
-        torch.testing.assert_close(each.keys[never].float() @ linear, change[never])
-        assert 0.5 < float((each.keys.float() @ linear).abs().max()) < 4 * 8
-        step = change - each.keys.float() @ linear
+        step, shared = own_steps(each, after, recalled)
+        assert 0 < float(shared.abs().max()) / rate < 4 * 8
+        step = step / rate
         slopes = {}
         for row in recalled[:6].tolist():
             losses = []
@@ -279,7 +291,7 @@ def test_values_descend_the_loss_of_the_tokens_that_recall_them(
                 losses.append(fitted_loss(olmoe, moved, data, widths))
             slopes[row] = losses[0] - losses[1]
         row = max(slopes, key=lambda row: abs(slopes[row]))
-        assert step[row, 0].item() == pytest.approx(-math.copysign(1, slopes[row]), rel=1e-2)
+        assert step[row, 0].item() == pytest.approx(-math.copysign(1, slopes[row]), rel=2e-2)
     assert cases[0].values.equal(sayings_memory.full_layers()[0].values)
 
 
@@ -291,12 +303,17 @@ def test_values_are_trained_through_all_experts(zoo_tokenizer: PreTrainedTokeniz
     data = look_up(model, memory, cases)
     widths = tuple(LayerRouting(layer=each.router.layer, confidence_factor=0.9) for each in cases)
     start = RoutingConfig(k=4, per_layer=widths)
+    data = FitData(data.batches[:1], data.tables)
+    recalled = data.tables[-1].rows[0].unique()
     before = fitted_loss(model, cases, data, widths)
     moved = {}
     for gradient in ("sparse", "dense"):
-        _, trained = train_values(model, cases, data, start, ValueTraining(1, 0.02, gradient, [1.0] * len(cases)))
+        _, trained = train_values(
+            model, cases, data, start, ValueTraining(1, 0.02, gradient, [1.0] * len(cases))
+        )
         assert fitted_loss(model, trained, data, widths) < before
-        moved[gradient] = float((trained[-1].values != cases[-1].values).float().mean())
+        step, _ = own_steps(cases[-1], trained[-1], recalled)
+        moved[gradient] = float((step[recalled].abs() > 0.01).float().mean())
     assert moved["sparse"] < 0.95 * moved["dense"]
 
 
