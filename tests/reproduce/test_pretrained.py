@@ -193,6 +193,8 @@ def test_the_command_refuses_bad_calls(quiz: str, tmp_path: Path) -> None:
     ):
         assert_refused(run_cli("reproduce", "pretrained", *given, *wrong), message)
     assert_refused(run_cli("reproduce", "pretrained", "-o", "x"), "--model")
+    twice = ["--model", f"other/{MODEL}"]
+    assert_refused(run_cli("reproduce", "pretrained", *given, *twice), "the same name")
     assert not (tmp_path / "out").exists()
 
 
@@ -209,6 +211,7 @@ def test_the_command_makes_runs_then_tables(quiz: str, tmp_path: Path) -> None:
     assert "knn-paper-3" in made.stderr
     assert not (out / "tables.md").exists()
     shutil.rmtree(tmp_path / "model")
+    assert (out / "runs" / "model" / "quiz" / "zero-shot").is_dir()
     shown = run_cli(*command, "--no-runs", "--json")
     assert shown.exit_code == 0, shown.output
     assert [table["name"] for table in json.loads(shown.stdout)][1] == "pretrained-accuracy"

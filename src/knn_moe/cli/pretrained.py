@@ -121,7 +121,7 @@ def pretrained(output: Path, as_json: bool, **options: Any) -> None:
     deadline = None if options["minutes"] is None else time.monotonic() + 60 * options["minutes"]
     study = _make_study(output, options)
     if options["count"]:
-        _count(study, as_json)
+        _count(study, options["models"][0], as_json)
         return
     if not options["no_runs"]:
         _make_runs(study, deadline)
@@ -142,13 +142,18 @@ def _make_study(output: Path, options: dict[str, Any]) -> PretrainedStudy:
     from knn_moe.reproduce.pretrained.study import PretrainedStudy
     from knn_moe.routers.find import find_routers
 
-    plan = PretrainedPlan(**pick_given(options, *_FIELDS))
+    # By their last names, because tables may be made where a model's folder is not.
+    models = {Path(model).name: model for model in options["models"]}
+    if len(models) < len(options["models"]):
+        raise click.UsageError(f"Two models have the same name: {', '.join(options['models'])}.")
+    plan = PretrainedPlan(**pick_given({**options, "models": tuple(models)}, *_FIELDS))
     if not options["no_runs"]:
-        for name in plan.models:
-            find_routers(load_structure(name))  # refuses a bad model before anything runs
+        for model in models.values():
+            find_routers(load_structure(model))  # refuses a bad model before anything runs
     dtype = evaluation_dtype(options["device"], options["dtype"])
     load = Loader(options["device"], dtype)
-    return PretrainedStudy(plan, output, load, pick_device(options["device"]), dtype)
+    device = pick_device(options["device"])
+    return PretrainedStudy(plan, output, lambda name: load(models[name]), device, dtype)
 
 
 def _make_runs(study: PretrainedStudy, deadline: float | None) -> None:
@@ -185,13 +190,13 @@ def _is_text(run: Run) -> bool:
     return bool(run.facts["scoring"] == "text")
 
 
-def _count(study: PretrainedStudy, as_json: bool) -> None:
+def _count(study: PretrainedStudy, model: str, as_json: bool) -> None:
     from transformers import AutoTokenizer
 
     from knn_moe.reproduce.pretrained.make import count_tokens
     from knn_moe.support.embedded_models import embedded_model
 
-    tokenizer = AutoTokenizer.from_pretrained(embedded_model(study.plan.models[0]))
+    tokenizer = AutoTokenizer.from_pretrained(embedded_model(model))
     rows = list(count_tokens(study, tokenizer))
     rows.append(("all", *(sum(column) for column in list(zip(*rows, strict=True))[1:])))
     if as_json:
