@@ -115,10 +115,19 @@ def _describe(memory: RoutingMemory) -> dict[str, str]:
         "size": f"{memory.nbytes / 1e6:,.1f} MB",
         "built with": _join(manifest["build"]),
         "used with": _join(routing),
+        "head": _describe_head(memory),
         "calibrated": _describe_calibration(manifest["calibration"]),
         "pruned": _describe_pruning(manifest["pruned"]),
         "libraries": _join(manifest["libraries"]),
     }
+
+
+def _describe_head(memory: RoutingMemory) -> str:
+    head, stored = memory.routing.head, memory.head_keys
+    if head is None:
+        return "no"
+    size = f"; its keys take {stored.nbytes / 1e6:,.1f} MB" if stored else ""
+    return f"predicts next tokens {describe_head(asdict(head))}{size}"
 
 
 def _describe_calibration(found: dict[str, Any] | None) -> str:
@@ -128,9 +137,9 @@ def _describe_calibration(found: dict[str, Any] | None) -> str:
     interval = f"{change['low']:+.4f} to {change['high']:+.4f}"
     state = "" if found["helps"] else "; routing is turned off"
     head = found.get("head")
-    if head and head.get("helps", True):
+    if head and head.get("helps"):
         total = f"{head['change']['difference']:+.4f}"
-        state += f"; with its head, {describe_head(head['config'])}, {total}"
+        state += f"; with its head {total}"
     return (
         f"{change['difference']:+.4f} nats per token ({interval}) on {found['examples']} "
         f"held-out examples{state}"
