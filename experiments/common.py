@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,13 +17,25 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from corpus import WINDOW, find_data_folder, load_validation_windows, read_texts, sample_texts
-from knn_moe import BuildConfig, RoutingConfig, RoutingMemory, attach, build_memory
+from knn_moe import (
+    BuildConfig,
+    RoutingConfig,
+    RoutingMemory,
+    attach,
+    build_calibrated,
+    build_memory,
+)
+from knn_moe.reference.examples import ExampleLike
 from knn_moe.support.embedded_models import embedded_model
 from knn_moe.support.statistics import paired_bootstrap
 from knn_moe.tasks.likelihood import TokenLosses, token_losses
 
 NEAR: Final = "medical"  # the unseen domain nearest to what the models have read
 DOMAINS: Final = (NEAR, "sql")
+# A way to build for scripts that need a large effect of values that were not trained. Its numbers
+# were chosen on the embedded models; other models may need other ones (docs/research.md).
+LARGE: Final = "large-steps"
+LARGE_ROUTING: Final = RoutingConfig(k=16, gamma_scale=1.5, confidence_scale=0.2)
 
 Row = dict[str, Any]
 Arguments = Sequence[str] | None  # of main(); None: those of the command line
@@ -54,12 +66,27 @@ class ModelUnderTest:
             batch_tokens=32768 if on_gpu else 2048,
         )
 
-    def build(self, domain: str, preset: str, sequences: int) -> RoutingMemory:
-        """Build a memory from `sequences` × WINDOW tokens of the domain's training text."""
+    def build(self, domain: str, way: str, sequences: int) -> RoutingMemory:
+        """Build a memory from `sequences` × WINDOW tokens of the domain's training text.
+
+        Args:
+            domain: Of the text.
+            way: "paper", "calibrated" or LARGE.
+            sequences: How much text.
+        """
         texts = read_texts(self.data, domain, "train")
         reference = sample_texts(self.tokenizer, texts, sequences * WINDOW)
-        config = BuildConfig(preset=preset, max_length=WINDOW, batch_tokens=self.batch_tokens)
-        return build_memory(self.model, self.tokenizer, reference, config)
+        sizes: dict[str, Any] = {"max_length": WINDOW, "batch_tokens": self.batch_tokens}
+        if way == LARGE:
+            return self.build_large(reference, **sizes)
+        inputs = self.model, self.tokenizer, reference, BuildConfig(**sizes)
+        return build_memory(*inputs) if way == "paper" else build_calibrated(*inputs)[0]
+
+    def build_large(self, reference: Sequence[ExampleLike], **sizes: Any) -> RoutingMemory:
+        """Build a memory with large steps, to be recalled with many neighbours."""
+        config = BuildConfig(steps=5, learning_rate=2.0, gradient="dense", **sizes)
+        memory = build_memory(self.model, self.tokenizer, reference, config)
+        return replace(memory, manifest=replace(memory.manifest, routing=LARGE_ROUTING))
 
     def test_windows(self, domain: str, count: int) -> Tensor:
         """Load windows of the domain's validation text. Shape: [count, WINDOW]."""

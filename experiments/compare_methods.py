@@ -32,7 +32,6 @@ from knn_moe.evaluation.store import read_runs
 METHODS: Final = (
     "zero-shot",
     "knn-paper",
-    "knn",
     "knn-calibrated",
     "knn-calibrated+head",
     "sft-router",

@@ -2,10 +2,10 @@
 
     python experiments/index_quality.py tiny-olmoe OUT/olmoe-80m --out docs/measurements/retrieval
 
-Builds memories of medical text by each preset, and attaches each with every index in INDEXES.
-Measures on test text how often the nearest case is the same as in an exact search, the mean error
-of the confidence (λ), and the share of the exact search's gain. Writes OUT/MODEL.json after every
-row, and a stopped run continues with the rows it has.
+Builds memories of medical text with the paper's step and with larger ones, and attaches each with
+every index in INDEXES. Measures on test text how often the nearest case is the same as in an exact
+search, the mean error of the confidence (λ), and the share of the exact search's gain. Writes
+OUT/MODEL.json after every row, and a stopped run continues with the rows it has.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from common import (
+    LARGE,
     NEAR,
     Arguments,
     MeasurementFile,
@@ -51,7 +52,7 @@ def main(arguments: Arguments = None) -> None:
     """Measure every model and write one file for each."""
     parser = measuring_parser(__doc__, sequences=800, windows=200)
     parser.add_argument(
-        "--presets", nargs="*", default=["paper", "strong"], help="presets to build with"
+        "--ways", nargs="*", default=["paper", LARGE], help="ways to build the memories"
     )
     parser.add_argument(
         "--indexes",
@@ -70,17 +71,17 @@ def main(arguments: Arguments = None) -> None:
             "device": device_name(options.device),
         }
         file = MeasurementFile(options.out / f"{subject.name}.json", facts)
-        for preset in options.presets:
-            missing = [index for index in indexes if not file.has(preset=preset, index=index)]
+        for way in options.ways:
+            missing = [index for index in indexes if not file.has(way=way, index=index)]
             if missing:
-                measure_indexes(subject, preset, missing, options.windows, file)
+                measure_indexes(subject, way, missing, options.windows, file)
 
 
 def measure_indexes(
-    subject: ModelUnderTest, preset: str, indexes: list[str], windows: int, file: MeasurementFile
+    subject: ModelUnderTest, way: str, indexes: list[str], windows: int, file: MeasurementFile
 ) -> None:
     """Add one row for each index."""
-    memory = subject.build(NEAR, preset, file.facts["sequences"])
+    memory = subject.build(NEAR, way, file.facts["sequences"])
     test = subject.test_windows(NEAR, windows)
     base = subject.losses(test)
     device = subject.model.device
@@ -96,10 +97,10 @@ def measure_indexes(
             finished = time.perf_counter()
             agreement = measure_agreement(subject, routing, exact, test[:_SEARCHED])
         gain = change["nll_change"]["difference"]
-        whole = gain if name == EXACT else exact_gain(file, preset)
+        whole = gain if name == EXACT else exact_gain(file, way)
         file.add(
             {
-                "preset": preset,
+                "way": way,
                 "index": name,
                 "share_of_gain": round(gain / whole, 4),
                 **agreement,
@@ -110,9 +111,9 @@ def measure_indexes(
         )
 
 
-def exact_gain(file: MeasurementFile, preset: str) -> float:
+def exact_gain(file: MeasurementFile, way: str) -> float:
     """Return the change in nats per token that the exact search brought."""
-    wanted = {"preset": preset, "index": EXACT}
+    wanted = {"way": way, "index": EXACT}
     row = next(row for row in file.rows if wanted.items() <= row.items())
     gain: float = row["nll_change"]["difference"]
     return gain

@@ -1,9 +1,9 @@
-"""How much do the presets gain on text a model has never seen, and how does the gain grow?
+"""How much do the paper's and calibrated memories gain on unseen text, and how does that grow?
 
     python experiments/measure_presets.py tiny-olmoe OUT/olmoe-80m --out docs/measurements
 
-Measures each model on medical (near) and SQL (far) text: without a memory, with the presets
-`paper` and `strong`, and with the strong memory's values shuffled as a control. Then builds
+Measures each model on medical (near) and SQL (far) text: without a memory, with one by the
+preset `paper`, with a calibrated one, and with its values shuffled as a control. Then builds
 memories of medical text from larger and larger reference sets. Writes OUT/MODEL.json, from which
 `publish.py` makes the model cards and docs/growth.svg.
 """
@@ -26,6 +26,7 @@ from common import (
 )
 from knn_moe.adapt.controls import shuffle_values
 
+CALIBRATED: Final = "calibrated"
 SIZES: Final = (50, 100, 200, 400, 800, 1600, 3200)
 
 
@@ -61,11 +62,11 @@ def measure_table(subject: ModelUnderTest, sequences: int, windows: int) -> list
         test = subject.test_windows(domain, windows)
         base = subject.losses(test)
         rows.append({"domain": domain, "way": "zero-shot", **compare_losses(base)})
-        strong = subject.build(domain, "strong", sequences)
+        calibrated = subject.build(domain, CALIBRATED, sequences)
         memories = {
             "paper": subject.build(domain, "paper", sequences),
-            "strong": strong,
-            "control": shuffle_values(strong),
+            CALIBRATED: calibrated,
+            "shuffled": shuffle_values(calibrated),
         }
         for way, memory in memories.items():
             change = compare_losses(subject.losses(test, memory), base)
@@ -75,14 +76,14 @@ def measure_table(subject: ModelUnderTest, sequences: int, windows: int) -> list
 
 
 def measure_growth(subject: ModelUnderTest, sizes: Sequence[int], windows: int) -> list[Row]:
-    """Return one row for each size of the reference set and preset, on medical text."""
+    """Return one row for each size of the reference set and way to build, on medical text."""
     test = subject.test_windows(NEAR, windows)
     base = subject.losses(test)
     rows = []
     for size in sizes:
-        for preset in ("paper", "strong"):
-            losses = subject.losses(test, subject.build(NEAR, preset, size))
-            rows.append({"sequences": size, "way": preset, **compare_losses(losses, base)})
+        for way in ("paper", CALIBRATED):
+            losses = subject.losses(test, subject.build(NEAR, way, size))
+            rows.append({"sequences": size, "way": way, **compare_losses(losses, base)})
             print(subject.name, rows[-1], flush=True)
     return rows
 

@@ -22,7 +22,7 @@ TASKS: Final = (*TEXTS, "medmcqa")
 METHODS: Final = {
     "zero-shot": "zero-shot",
     "knn-paper": "kNN-MoE, preset `paper`",
-    "knn": "kNN-MoE, preset `strong`",
+    "knn-strong": "kNN-MoE, preset `strong`",
     "knn-calibrated": "**kNN-MoE, calibrated**",
     "knn-calibrated+head": "**kNN-MoE, calibrated, with head**",
     "sft-router": "SFT, routers only",

@@ -23,7 +23,10 @@ FAMILIES: Final = {
 WAYS: Final = {
     "zero-shot": "zero-shot",
     "paper": "kNN-MoE, preset `paper`",
-    "strong": "kNN-MoE, preset `strong`",
+    "calibrated": "kNN-MoE, calibrated",
+    "shuffled": "control: calibrated, values shuffled",
+    # Earlier measurements have these instead.
+    "strong": "kNN-MoE, preset `strong`, which was removed",
     "control": "control: strong, values shuffled",
 }
 
@@ -173,7 +176,8 @@ def _gains_table(measured: Row) -> str:
             for row in measured["table"]
             if (row["domain"], row["way"]) == (domain, way)
         ]
-        lines.append(f"| {title} | " + " | ".join(cells) + " |")
+        if cells:
+            lines.append(f"| {title} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

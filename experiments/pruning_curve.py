@@ -2,8 +2,8 @@
 
     python experiments/pruning_curve.py tiny-olmoe --memories OUT --out docs/measurements/prune
 
-Prunes a strong memory of medical text to smaller and smaller shares and measures each on the
-validation split, which has no part in the pruning. Ways to choose the cases:
+Prunes a memory of medical text, built with large steps, to smaller and smaller shares and measures
+each on the validation split, which has no part in the pruning. Ways to choose the cases:
 
     loss                   `knn-moe prune`: the cases that lower the loss of other examples most
     chance                 `knn-moe prune --by chance`: exact repeats first, then at random
@@ -26,6 +26,7 @@ from typing import Final, Literal
 import torch
 
 from common import (
+    LARGE,
     NEAR,
     Arguments,
     MeasurementFile,
@@ -88,7 +89,7 @@ class PrunedMemories:
         self.subject = subject
         self.folder = folder
         if not folder.exists():
-            subject.build(NEAR, "strong", sequences).save_pretrained(folder)
+            subject.build(NEAR, LARGE, sequences).save_pretrained(folder)
         self.whole = RoutingMemory.from_pretrained(folder, verify=False)
 
     def get(self, way: str, share: float) -> RoutingMemory:

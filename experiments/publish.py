@@ -86,7 +86,7 @@ def plot_growth(path: Path) -> None:
     axes = figure.subplots()
     growth = {model: read_measurement(f"{model}.json")["growth"] for model in MODELS}
     for model, marker in zip(MODELS, "osD^", strict=True):
-        rows = [row for row in growth[model] if row["way"] == "strong"]
+        rows = [row for row in growth[model] if row["way"] != "paper"]
         sizes = [row["sequences"] for row in rows]
         gain, low, high = (
             [-row["nll_change"][part] for row in rows] for part in ("difference", "high", "low")

@@ -22,7 +22,7 @@ from common import (
     measuring_parser,
 )
 from corpus import read_texts
-from knn_moe import BuildConfig, LabelConfig, RoutingMemory, build_memory, control, label
+from knn_moe import LabelConfig, RoutingMemory, control, label
 from knn_moe.reference.examples import Example
 
 TRUE: Final = "true"
@@ -101,9 +101,8 @@ def split_texts(subject: ModelUnderTest, domain: str, count: int) -> list[Exampl
 
 
 def build_from_completions(subject: ModelUnderTest, examples: list[Example]) -> RoutingMemory:
-    """Build a strong memory from completions; a plain text counts as a completion."""
-    config = BuildConfig(preset="strong", tokens="completion", batch_tokens=subject.batch_tokens)
-    return build_memory(subject.model, subject.tokenizer, examples, config)
+    """Build a memory from completions; a plain text counts as a completion."""
+    return subject.build_large(examples, tokens="completion", batch_tokens=subject.batch_tokens)
 
 
 if __name__ == "__main__":

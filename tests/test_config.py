@@ -37,7 +37,7 @@ def test_what_is_given_wins_over_the_preset() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"preset": "best"}, "Unknown preset 'best'. Available: paper"),
+        ({"preset": "best"}, "Unknown preset 'best'. Available: paper. To have settings"),
         ({"gradient": "straight"}, "Unknown gradient 'straight'. Available: sparse, dense."),
         ({"tokens": "prompt"}, "Unknown tokens 'prompt'. Available: all, completion."),
         ({"steps": -1}, "steps must be a whole number of at least 0, got -1."),

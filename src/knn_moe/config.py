@@ -25,11 +25,6 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
         "build": {"steps": 1, "learning_rate": 2e-2, "gradient": "sparse"},
         "routing": {"k": 1, "similarity": "rbf"},
     },
-    # Chosen on small trained models and text they had not seen: docs/method.md.
-    "strong": {
-        "build": {"steps": 5, "learning_rate": 2.0, "gradient": "dense"},
-        "routing": {"k": 16, "similarity": "rbf", "gamma_scale": 1.5, "confidence_scale": 0.2},
-    },
 }
 
 DIMS_STEP: Final = 64  # the kernels of `fast` read this many dimensions at a time
@@ -88,7 +83,11 @@ class BuildConfig:
     batch_tokens: int = 8192  # tokens, padding included, in one forward pass
 
     def __post_init__(self) -> None:
-        _check_name("preset", self.preset, PRESETS)
+        if self.preset not in PRESETS:
+            raise ConfigError(
+                f"{unknown_name('preset', self.preset, PRESETS)} To have settings chosen on your "
+                f"examples, use `--calibrate`, or `build_calibrated` in Python."
+            )
         for name, value in PRESETS[self.preset]["build"].items():
             if getattr(self, name) is _FROM_PRESET:
                 object.__setattr__(self, name, value)

@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 
 from corpus import cut_windows, encode_documents, sample_texts
 from helpers.commands import run_cli
+from helpers.large_steps import LARGE_ROUTING, LARGE_STEPS
 from helpers.tiny import trained, words
 from helpers.zoo import family
 from knn_moe import (
-    BuildConfig,
     RoutingConfig,
     RoutingMemory,
     attach,
@@ -153,10 +153,10 @@ def tried() -> Tried:
     reference, test = ([one.completion for one in part] for part in (text.reference, text.test))
     # Python's documentation differs between versions: enough of it that the gain does not.
     examples = sample_texts(tokenizer, reference, 120 * 128)
-    config = BuildConfig(preset="strong", steps=2, max_length=128, batch_tokens=2048)
+    config = replace(LARGE_STEPS, steps=2, max_length=128, batch_tokens=2048)
     memory = build_memory(network, tokenizer, examples, config)
-    # Few cases deserve less confidence than the preset has in many.
-    cautious = RoutingConfig(k=16, gamma_scale=1.5, confidence_scale=0.4)
+    # Few cases deserve less confidence than many.
+    cautious = replace(LARGE_ROUTING, confidence_scale=0.4)
     memory = replace(memory, manifest=replace(memory.manifest, routing=cautious))
     tokens = encode_documents(tokenizer, sample_texts(tokenizer, test, 20 * 128))
     return Tried(network, memory, cut_windows(tokens, 128).long())

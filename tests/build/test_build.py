@@ -39,18 +39,7 @@ def test_the_papers_preset(zoo_olmoe: PreTrainedModel, zoo_tokenizer: object) ->
     memory = build_memory(zoo_olmoe, zoo_tokenizer, TEXTS, config)
     assert memory.routing == RoutingConfig(k=1, similarity="rbf")
     assert build_memory(zoo_olmoe, zoo_tokenizer, TEXTS).build == memory.build
-    assert set(PRESETS) == {"paper", "strong"}
-
-
-def test_the_strong_preset(zoo_olmoe: PreTrainedModel, zoo_tokenizer: object) -> None:
-    config = BuildConfig(preset="strong")
-    assert (config.steps, config.learning_rate, config.gradient) == (5, 2.0, "dense")
-    memory = build_memory(zoo_olmoe, zoo_tokenizer, TEXTS, config)
-    assert memory.routing == RoutingConfig(
-        k=16, similarity="rbf", gamma_scale=1.5, confidence_scale=0.2
-    )
-    with attach(zoo_olmoe, memory) as routing:
-        assert routing.config == memory.routing
+    assert set(PRESETS) == {"paper"}
 
 
 def test_batches_change_nothing_but_rounding(

@@ -99,6 +99,7 @@ def test_a_truncated_memory(saved_memory: Path, saved_model: Path, tmp_path: Pat
     [
         ("biuld MODEL REF -o OUT", "Unknown command 'biuld'. Did you mean 'build'?"),
         ("build MODEL REF -o OUT --preset magic", "Unknown preset 'magic'"),
+        ("build MODEL REF -o OUT --preset strong", "use `--calibrate`"),
         ("build MODEL REF -o OUT --gradient steep", "Unknown gradient"),
         ("build MODEL REF -o OUT --learning-rate -1", "learning_rate must be positive"),
         ("build MODEL REF -o OUT --device abacus", "abacus"),

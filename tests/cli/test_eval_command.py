@@ -77,7 +77,8 @@ def test_another_method_uses_the_memory_that_is_there(
     again = run_cli(*selective, "--resume", "--json")
     assert again.exit_code == 0, again.output
     assert run.stat().st_mtime_ns == written
-    assert_refused(run_cli(*selective, "--resume", "--preset", "strong"), "--overwrite")
+    assert_refused(run_cli(*selective, "--resume", "--reference", 2), "--overwrite")
+    assert_refused(run_cli(*selective, "--preset", "strong"), "use `--calibrate`")
 
 
 @pytest.mark.slow

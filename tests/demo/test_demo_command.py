@@ -12,6 +12,7 @@ from click.testing import Result
 
 from helpers.commands import assert_refused, run_cli
 from knn_moe import RoutingMemory
+from knn_moe.config import CalibrationConfig
 from knn_moe.demo.texts import load_documentation, sample_reference
 
 
@@ -19,12 +20,12 @@ from knn_moe.demo.texts import load_documentation, sample_reference
 def files(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path:
     """A folder with a little text of the user's: reference.jsonl and test.jsonl."""
     folder, text = tmp_path_factory.mktemp("files"), load_documentation()
-    for name, examples, tokens in (
-        ("reference", text.reference, 3600),
-        ("test", text.test, 2400),
-    ):
-        pieces = sample_reference(examples, tiny_tokenizer, tokens)
-        lines = [json.dumps({"text": piece.completion[:400]}) + "\n" for piece in pieces]
+    for name, examples, pieces in (("reference", text.reference, 38), ("test", text.test, 10)):
+        chosen = sample_reference(examples, tiny_tokenizer, 20_000)[:pieces]
+        lines = [
+            json.dumps({"text": piece.completion[: 400 if name == "test" else 250]}) + "\n"
+            for piece in chosen
+        ]
         (folder / f"{name}.jsonl").write_text("".join(lines))
     return folder
 
@@ -36,24 +37,28 @@ def run_demo(files: Path, out: Path, *options: object, **texts: Path) -> Result:
 
 
 @pytest.mark.slow
-def test_the_command_writes_results_and_a_report(files: Path, tmp_path: Path) -> None:
+def test_the_command_writes_results_and_a_report(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick = CalibrationConfig(neighbours=(8,), value_rates=(0.1,), passes=1)
+    monkeypatch.setattr("knn_moe.demo.demo.CALIBRATION", quick)
     out = tmp_path / "new" / "demo"
-    result = run_demo(files, out, "--tokens", 200, "--json")
+    result = run_demo(files, out, "--tokens", 10_000, "--json")
     assert result.exit_code == 0, result.output
     shown = json.loads(result.stdout)
     assert json.loads((out / "result.json").read_text()) == shown
     assert (shown["reference"], shown["test"]) == ("'reference.jsonl'", "'test.jsonl'")
     assert shown["model"] == "tiny-olmoe"
-    assert 200 <= shown["reference_tokens"] < 700
-    for preset in ("paper", "strong"):
-        assert len(RoutingMemory.from_pretrained(out / preset)) == shown["reference_tokens"]
+    assert 2000 <= shown["reference_tokens"] < 10_000
+    for name in ("paper", "calibrated"):
+        assert len(RoutingMemory.from_pretrained(out / name)) == shown["reference_tokens"]
     methods = [found["method"] for found in shown["results"]]
     assert {path.name for path in (out / "runs" / "demo").iterdir()} == set(methods)
     report = (out / "report.html").read_text()
     assert all(f"{found['perplexity']:.2f}" in report for found in shown["results"])
 
     # A second demo replaces the first, and prints a table and a passage.
-    again = run_demo(files, out, "--tokens", 1)
+    again = run_demo(files, out, "--tokens", 2000)
     assert again.exit_code == 0, again.output
     assert all(method in again.stdout for method in methods)
     assert "The passage that gained most" in again.stdout

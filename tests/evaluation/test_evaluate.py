@@ -13,8 +13,9 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedModel
 
+from helpers.large_steps import build_with_large_steps
 from helpers.quiz import WORDS, make_questions, make_quiz
-from knn_moe import BuildConfig, Example, build_memory
+from knn_moe import Example
 from knn_moe.errors import ConfigError, ModelError, RunError, TaskDataError
 from knn_moe.evaluation.compare import match_samples
 from knn_moe.evaluation.evaluate import EvalConfig, evaluate, prepare_questions
@@ -39,7 +40,7 @@ def quiz() -> TaskData:
 @pytest.fixture(scope="module")
 def knn(tiny_olmoe: PreTrainedModel, tiny_tokenizer: Any, quiz: TaskData) -> KnnMoe:
     examples = reference_examples(tiny_tokenizer, quiz, "likelihood")
-    return KnnMoe(build_memory(tiny_olmoe, tiny_tokenizer, examples, BuildConfig(preset="strong")))
+    return KnnMoe(build_with_large_steps(tiny_olmoe, tiny_tokenizer, examples))
 
 
 @pytest.fixture

@@ -22,13 +22,12 @@ from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
+from helpers.large_steps import build_with_large_steps
 from knn_moe import (
-    BuildConfig,
     HeadConfig,
     IndexConfig,
     RoutingMemory,
     attach,
-    build_memory,
     find_routers,
 )
 from knn_moe.errors import (
@@ -119,7 +118,7 @@ def memory_folder(
 ) -> str:
     """The folder of a memory of half the quiz's answers."""
     folder = tmp_path_factory.mktemp("memory") / "memory"
-    memory = build_memory(tiny_olmoe, tiny_tokenizer, READ, BuildConfig(preset="strong"))
+    memory = build_with_large_steps(tiny_olmoe, tiny_tokenizer, READ)
     memory.save_pretrained(folder)
     return str(folder)
 

@@ -16,7 +16,7 @@ def test_every_index_is_compared_with_the_exact_search(
     run_script: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     ranked_again = "fast, 64 dims, ranked again"
-    sizes = ("--sequences", 2, "--windows", 2, "--presets", "strong")
+    sizes = ("--sequences", 2, "--windows", 2, "--ways", index_quality.LARGE)
     found = run_script(index_quality.main, tmp_path, *sizes, "--indexes", "fast", ranked_again)
     exact, fast, _ = found["rows"]
     assert [row["index"] for row in found["rows"]] == ["exact", "fast", ranked_again]

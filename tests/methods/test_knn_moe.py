@@ -11,8 +11,9 @@ from transformers import PreTrainedModel
 
 from helpers.calibrating import QUICK, sayings
 from helpers.text_task import TEXT_TASK, make_text_context, text_data
-from knn_moe.errors import KnnMoeError
-from knn_moe.methods import KnnMoe, TaskContext, calibrated, prepare
+from knn_moe.errors import CalibrationError, KnnMoeError
+from knn_moe.methods import KnnMoe, TaskContext, prepare
+from knn_moe.methods import knn_moe as knn_moe_method
 from knn_moe.methods.knn_moe import routing_memory
 from knn_moe.tasks import TaskData
 
@@ -44,11 +45,28 @@ def test_a_memory_of_another_reference_set_is_not_reused(
         routing_memory(replace(text_context, data=other, folder=tmp_path, _cache={}))
 
 
-def test_a_given_memory_serves_all_but_the_papers_preset(text_context: TaskContext) -> None:
+def test_a_given_memory_is_used_as_it_is(text_context: TaskContext) -> None:
     given = routing_memory(text_context)
-    context = replace(text_context, memory=given, preset="strong", _cache={})
-    assert prepare("knn", context).method.memory is given  # type: ignore[attr-defined]
-    assert prepare("knn-paper", context).method.memory is not given  # type: ignore[attr-defined]
+    context = replace(text_context, memory=given, preset=None, notes=[], _cache={})
+    for name in ("knn", "knn-paper"):
+        method = prepare(name, context).method
+        assert isinstance(method, KnnMoe)
+        assert (method.name, method.memory) == (name, given)
+    assert context.notes == ["knn-paper uses the memory that was given, as knn does."]
+
+
+def test_with_too_few_examples_the_papers_preset_is_used_and_a_note_says_so(
+    text_context: TaskContext,
+) -> None:
+    context = replace(text_context, preset=None, notes=[], _cache={})
+    knn, paper, again = (prepare(name, context) for name in ("knn", "knn-paper", "knn"))
+    assert knn.method.memory is paper.method.memory  # type: ignore[attr-defined]
+    assert knn.method.facts()["build"]["learning_rate"] == 0.02
+    assert again.method.name == "knn"
+    (note,) = context.notes
+    assert note.startswith("kNN-MoE uses the preset 'paper' on numbers: Calibration needs 24")
+    with pytest.raises(CalibrationError, match="there are 3"):
+        prepare("knn-calibrated", context)
 
 
 def test_a_memory_of_a_secret_task_is_not_saved(text_context: TaskContext, tmp_path: Path) -> None:
@@ -61,18 +79,23 @@ def test_a_memory_of_a_secret_task_is_not_saved(text_context: TaskContext, tmp_p
 def test_a_calibrated_memory_is_shared_by_its_methods(
     text_context: TaskContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibrated, "CalibrationConfig", lambda **more: replace(QUICK, **more))
+    monkeypatch.setattr(knn_moe_method, "CalibrationConfig", lambda **more: replace(QUICK, **more))
     data = TaskData(TEXT_TASK, [], [{"text": text} for text in sayings(30)], "made up")
-    context = replace(text_context, data=data, limit=None)
-    alone, both, head = (
+    context = replace(text_context, data=data, limit=None, preset=None)
+    alone, both, head, knn = (
         prepare(name, context)
-        for name in ("knn-calibrated", "knn-calibrated+knn-lm", "knn-calibrated+head")
+        for name in ("knn-calibrated", "knn-calibrated+knn-lm", "knn-calibrated+head", "knn")
     )
     assert isinstance(alone.method, KnnMoe)
     assert isinstance(head.method, KnnMoe)
-    assert head.method.memory is alone.method.memory
+    assert isinstance(knn.method, KnnMoe)
+    assert head.method.memory.layers is alone.method.memory.layers
+    assert knn.method.memory.layers is alone.method.memory.layers
+    assert knn.method.memory.routing.head is None
     found = alone.method.facts()["calibration"]
-    assert found["targets"]
+    assert found["trials"]
     assert found == alone.method.memory.manifest.calibration
     assert both.method.facts()["knn-calibrated"]["calibration"] == found
-    assert min(alone.seconds, both.seconds) >= context._cache["memory-calibrated"][1] > 0
+    assert (
+        min(alone.seconds, both.seconds, knn.seconds) >= context._cache["memory-calibrated"][1] > 0
+    )

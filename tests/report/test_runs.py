@@ -17,7 +17,7 @@ from knn_moe.report.passages import Passage
 from knn_moe.report.runs import Introduction, render_runs
 from knn_moe.tasks.sample import Sample
 
-METHODS = ("zero-shot", "knn-paper", "knn-strong", "knn-shuffled")
+METHODS = ("zero-shot", "knn-paper", "knn-calibrated", "knn-shuffled")
 LOSSES = (3.412, 3.401, 3.186, 3.656)
 BAD = "</script><script>alert(1)</script><!-- <b onclick='x'>&amp;\u2028\ud800"
 SPACE = "\N{NARROW NO-BREAK SPACE}"
@@ -99,7 +99,7 @@ def test_the_table_says_what_was_measured() -> None:
         assert f"{math.exp(mean):.2f} {mean:.3f}" in text
     verdicts = re.findall(r'<td class="change (\w+)">', html)
     assert verdicts == ["better", "better", "better", "better", "worse", "worse"]
-    assert f"<td>0.20</td><td>40.0{SPACE}%</td>" in html  # mean λ, rerouted of knn-strong
+    assert f"<td>0.20</td><td>40.0{SPACE}%</td>" in html  # mean λ, rerouted of knn-calibrated
     assert "Every change is against zero-shot" in text
     assert "Holm" not in text
 

@@ -123,7 +123,7 @@ def test_seeds_are_that_of_the_plan_and_the_next_two(quiz: str, tmp_path: Path) 
 def test_two_processes_make_the_same_tables_as_one(quiz: str, prose: str, tmp_path: Path) -> None:
     """On two models, with questions and with text."""
     changes = {"models": ("tiny-olmoe", "tiny-qwen3"), "tasks": (quiz, prose), "reference": 2}
-    changes |= {"sizes": (1.0,), "preset": "paper", "presets": ("paper",)}
+    changes |= {"sizes": (1.0,), "preset": "paper"}
     study = make_study(quiz, tmp_path / "one", **changes)
     names = ["perplexity", "reference-size"]
     plain = list(reproduce(study, names))

@@ -44,8 +44,8 @@ _CONFIG: Final = (
     "--preset",
     default="paper",
     show_default=True,
-    help="Start from this preset: paper (as published) or strong (more and larger steps, gradients "
-    "through all experts).",
+    help="Start from this preset: paper, as published. To have settings chosen on your examples, "
+    "use --calibrate.",
 )
 @click.option(
     "--steps", type=int, help="Take this many gradient steps (S) per token. Default: the preset's."
@@ -106,8 +106,7 @@ def command(model: str, reference: Path, output: Path, as_json: bool, **options:
 
     \b
     knn-moe build tiny-olmoe reference.jsonl -o memory
-    knn-moe build allenai/OLMoE-1B-7B-0125-Instruct reference.jsonl.gz -o memory --preset strong
-    knn-moe build tiny-olmoe reference.jsonl -o memory --calibrate
+    knn-moe build allenai/OLMoE-1B-7B-0125-Instruct reference.jsonl.gz -o memory --calibrate
     knn-moe build tiny-olmoe reference.jsonl -o memory --resume
     knn-moe build tiny-olmoe more.jsonl --append memory -o memory --overwrite
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from knn_moe.support.statistics import Comparison
 
 _RESULT: Final = "result.json"
-_DEMO_FILES: Final = {"paper", "strong", "runs", "report.html", _RESULT}
+_DEMO_FILES: Final = {"paper", "calibrated", "runs", "report.html", _RESULT}
 
 
 @click.command(name="demo")
@@ -51,7 +51,7 @@ _DEMO_FILES: Final = {"paper", "strong", "runs", "report.html", _RESULT}
 @click.option(
     "--tokens",
     type=click.IntRange(min=1),
-    default=20_000,
+    default=15_000,
     show_default=True,
     help="About how many reference tokens to read.",
 )
@@ -82,9 +82,9 @@ def command(
     knn-moe demo --reference mine.jsonl --test held-out.jsonl
 
     The model was trained on novels, textbooks, law and code. The new text is Python's
-    documentation, which comes with Python. The demo builds the paper's memory and a stronger one,
-    and compares both with the model alone and with a control, the strong memory with its values
-    shuffled. It takes about two minutes on two cores.
+    documentation, which comes with Python. The demo builds the paper's memory and a calibrated
+    one, and compares both with the model alone and with a control, the calibrated memory with its
+    values shuffled. It takes about two minutes on two cores.
     """
     from knn_moe.demo.demo import DemoConfig, render_demo, run_demo
     from knn_moe.report.page import write_page
@@ -128,7 +128,7 @@ def _refuse_other_folders(out: Path) -> None:
         raise click.UsageError(f"Cannot create {str(out)!r}: {str(parent)!r} is not a folder.")
     found = {file.name for file in out.iterdir()} if out.is_dir() else set()
     ours = {_RESULT} <= found <= _DEMO_FILES and all(
-        (out / name / CONFIG_FILE).is_file() for name in found & {"paper", "strong"}
+        (out / name / CONFIG_FILE).is_file() for name in found & {"paper", "calibrated"}
     )
     if out.is_file() or (found and not ours):
         raise click.UsageError(
@@ -160,10 +160,10 @@ def _print(result: DemoResult, out: Path) -> None:
     rows = [_row(run, line) for run, line in zip(result.runs, result.lines, strict=True)]
     print_table(None, columns, rows)
     click.echo("* p < 0.05 against zero-shot, paired bootstrap over windows of the text")
-    click.echo("knn-shuffled is a control: the strong memory with its values shuffled\n")
+    click.echo("knn-shuffled is a control: the calibrated memory with its values shuffled\n")
     Console(highlight=False).print(_show_passage(result.passages[0]))
     click.echo(f"The whole report, token by token: {out / 'report.html'}")
-    click.echo(f"The memories: {out / 'paper'}, {out / 'strong'}")
+    click.echo(f"The memories: {out / 'paper'}, {out / 'calibrated'}")
 
 
 def _row(run: Run, line: Line) -> tuple[str, ...]:

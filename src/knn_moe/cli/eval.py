@@ -20,6 +20,7 @@ from knn_moe.cli.common import (
     model_options,
     pick_given,
     print_json,
+    print_note,
     print_table,
     show_progress,
 )
@@ -60,14 +61,12 @@ Chosen: TypeAlias = tuple[str, str | None]  # a method's name, and a control of 
 @click.option("-o", "--output", type=PATH, help="Write runs to this folder.")
 @click.option(
     "--memory",
-    help="Use this memory for knn: a folder or a hub id. Default: build one from the task's "
-    "reference set.",
+    help="Use this memory for knn: a folder or a hub id. Default: build and calibrate one from the "
+    "task's reference set.",
 )
 @click.option(
     "--preset",
-    default="strong",
-    show_default=True,
-    help="Build the memory with this preset: paper or strong.",
+    help="Build the memory with this preset, paper, instead of calibrating it.",
 )
 @click.option(
     "--reference",
@@ -112,7 +111,9 @@ def command(
     knn-moe compare runs
 
     Without --memory, knn builds a memory from the task's reference set, which shares no question
-    with the test set. On a CPU, --dtype auto means float32.
+    with the test set, and calibrates it. Where there are too few examples for that, it uses the
+    paper's settings, which knn-paper always uses, and says so. On a CPU, --dtype auto means
+    float32.
     """
     if list_tasks:
         _show_tasks(as_json)
@@ -173,6 +174,8 @@ def _evaluate_method(
     title = f"{data.task.name}, {folder.name}"
     with show_progress(f"{title}: preparing") as context.on_progress:
         method = prepare(name, context, control)
+    while context.notes:
+        print_note(context.notes.pop(0))
     with show_progress(title) as report:
         return evaluate(
             model,
@@ -192,6 +195,7 @@ def _open(
 ) -> list[TaskData]:
     """Return the rows of the tasks, and refuse what cannot be done before the model is loaded."""
     from knn_moe.adapt.controls import CONTROLS
+    from knn_moe.config import BuildConfig
     from knn_moe.index import IndexConfig
     from knn_moe.memory.memory import RoutingMemory
     from knn_moe.methods import METHODS
@@ -211,6 +215,8 @@ def _open(
         config.scoring_for(each)
         if wants_reference:
             reference_rows(each)
+    if options["preset"]:
+        BuildConfig(preset=options["preset"])  # refuses one that is not known
     if options["index"]:
         options["index"] = IndexConfig(kind=options["index"])
     if options["memory"] is not None:

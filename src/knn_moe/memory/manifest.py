@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
-from knn_moe.config import BuildConfig, RoutingConfig, as_json
+from knn_moe.config import PRESETS, BuildConfig, RoutingConfig, as_json
 from knn_moe.routers.fingerprint import ModelIdentity
 
 BY_CHANCE: Final = "chance"  # how cases are pruned that no example chose
@@ -60,7 +60,7 @@ class MemoryManifest:
         return cls(
             base_model=ModelIdentity(**config["base_model"]),
             tokenizer=config["tokenizer"],
-            build=BuildConfig(**config["build"]),
+            build=BuildConfig(**rename_build(config["build"])),
             routing=RoutingConfig(**rename_routing(config["routing"])),
             libraries=config["libraries"],
             calibration=config.get("calibration"),
@@ -68,6 +68,16 @@ class MemoryManifest:
             values_trained=config.get("values_trained", config.get("learned", False)),
             random_seed=config.get("random_seed", random_seed),
         )
+
+
+def rename_build(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a BuildConfig of this version or an earlier one.
+
+    A preset that this version does not have becomes the default; what it stood for is in the other
+    fields.
+    """
+    known = fields["preset"] in PRESETS
+    return dict(fields) if known else {**fields, "preset": BuildConfig.preset}
 
 
 def rename_routing(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 
+from knn_moe.adapt.calibrate.build_calibrated import build_calibrated
 from knn_moe.build.build import build_memory, reference_tokens
-from knn_moe.config import RoutingConfig
+from knn_moe.config import CalibrationConfig, RoutingConfig
+from knn_moe.errors import CalibrationError
 from knn_moe.index import IndexConfig
 from knn_moe.inference.attach import Routing, attach, check_belongs
 from knn_moe.memory.files import CONFIG_FILE
@@ -22,6 +24,8 @@ from knn_moe.methods.method import Method
 from knn_moe.methods.task_context import TaskContext
 from knn_moe.support.files import write_whole
 from knn_moe.support.progress import Progress
+
+PAPER: Final = "paper"  # the preset of the paper
 
 
 @dataclass(frozen=True)
@@ -33,9 +37,11 @@ class KnnMoe(Method):
     name: str = "knn"
 
     def facts(self) -> Mapping[str, Any]:
-        config, seed = self.config or self.memory.routing, self.memory.manifest.random_seed
+        config, manifest = self.config or self.memory.routing, self.memory.manifest
+        seed, calibration = manifest.random_seed, manifest.calibration
         return {
             **({} if seed is None else {"random_seed": seed}),
+            **({} if calibration is None else {"calibration": calibration}),
             "cases": len(self.memory),
             # γ depends on all keys of a layer, so it tells memories apart.
             "gamma": {str(place): layer.gamma for place, layer in self.memory.layers.items()},
@@ -58,15 +64,18 @@ class KnnMoe(Method):
 
 
 def prepare_knn(context: TaskContext) -> KnnMoe:
-    """Build or take the memory of a task, to be searched as the context says."""
+    """Take the context's memory or prepare one, to be searched as the context says."""
     memory = routing_memory(context)
     index = context.index
     return KnnMoe(memory, replace(memory.routing, index=index) if index else None)
 
 
 def prepare_paper(context: TaskContext) -> KnnMoe:
-    """Build a memory by the preset "paper": one small step and one neighbour."""
-    return KnnMoe(routing_memory(context, "paper"), name="knn-paper")
+    """Build a memory by the preset "paper": one small step, one neighbour. Or take a given one."""
+    if context.memory is None:
+        return KnnMoe(routing_memory(context, PAPER), name="knn-paper")
+    context.notes.append("knn-paper uses the memory that was given, as knn does.")
+    return replace(prepare_knn(context), name="knn-paper")
 
 
 def prepare_ivfpq(context: TaskContext) -> KnnMoe:
@@ -81,13 +90,57 @@ def routing_memory(context: TaskContext, preset: str | None = None) -> RoutingMe
 
     Args:
         context: The model and the task.
-        preset: None: the context's own memory if it has one, else one by the context's preset. A
-            name: always a memory of the reference set, built by that preset.
+        preset: None: the context's own memory if it has one, else one by the context's preset, and
+            without that a calibrated one if possible. A name: always a memory of the reference
+            set, built by that preset.
     """
     if context.memory is not None and preset is None:
         return context.memory
-    preset = preset or context.preset
-    return context.cached(f"memory-{preset}", lambda: _load_or_build(context, preset))
+    named = preset or context.preset
+    if named is None:
+        return context.cached("memory-recommended", lambda: _calibrate_if_possible(context))
+    return context.cached(f"memory-{named}", lambda: _load_or_build(context, named))
+
+
+def _calibrate_if_possible(context: TaskContext) -> RoutingMemory:
+    """Return a calibrated memory, or one by the paper's preset and a note that says why."""
+    try:
+        return without_head(calibrated_memory(context))
+    except CalibrationError as error:
+        context.notes.append(
+            f"kNN-MoE uses the preset {PAPER!r} on {context.data.task.name}: {error}"
+        )
+        return routing_memory(context, PAPER)
+
+
+def calibrated_memory(context: TaskContext) -> RoutingMemory:
+    """Return a memory with everything chosen on the reference set; no preset has an effect.
+
+    It has a language-model head where that helped: choosing one takes little time, and one memory
+    then serves the methods with a head and, by `without_head`, those without.
+
+    Raises:
+        CalibrationError: There are too few examples.
+    """
+
+    def build() -> RoutingMemory:
+        memory, _ = build_calibrated(
+            context.model,
+            context.tokenizer,
+            context.examples,
+            context.build_config(),
+            CalibrationConfig(head=True),
+            on_progress=context.on_progress,
+        )
+        return memory
+
+    return context.cached("memory-calibrated", build)
+
+
+def without_head(memory: RoutingMemory) -> RoutingMemory:
+    """Return the same memory for routing only."""
+    routing = replace(memory.routing, head=None)
+    return replace(memory, manifest=replace(memory.manifest, routing=routing))
 
 
 def _load_or_build(context: TaskContext, preset: str) -> RoutingMemory:

@@ -56,7 +56,7 @@ METHODS: Final = Registry(
         "sft": MethodSpec("SFT", "sft:prepare_sft", package="peft"),
         "sft-router": MethodSpec("SFT (Router Only)", "sft:prepare_router_sft"),
         "knn": MethodSpec("kNN-MoE", "knn_moe:prepare_knn", MEMORY),
-        "knn-paper": MethodSpec("kNN-MoE (the paper's setting)", "knn_moe:prepare_paper"),
+        "knn-paper": MethodSpec("kNN-MoE (the paper's setting)", "knn_moe:prepare_paper", MEMORY),
         "knn-calibrated": MethodSpec("kNN-MoE (calibrated)", "calibrated:prepare_calibrated"),
         "knn-ivfpq": MethodSpec(
             "kNN-MoE (IVFPQ)", "knn_moe:prepare_ivfpq", MEMORY, package="faiss"

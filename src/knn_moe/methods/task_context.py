@@ -40,11 +40,12 @@ class TaskContext:
     seed: int = 0  # for that draw, and for whatever a method draws
     length: int = 256  # tokens per window of text
     batch_size: int = 16
-    preset: str = "strong"  # for memories that are built here
+    preset: str | None = None  # for memories that are built here; None: calibrate if possible
     memory: RoutingMemory | None = None  # use this memory instead of building one
     index: IndexConfig | None = None  # how memories are searched; None: as they say themselves
     folder: Path | None = None  # where memories are saved and found again; None: nowhere
     on_progress: OnProgress = ignore_progress
+    notes: list[str] = field(default_factory=list)  # sentences that the user should read
     shared_seconds: float = field(default=0.0, repr=False)  # spent earlier, for another method
     _cache: dict[str, tuple[Any, float]] = field(default_factory=dict, repr=False)
 
@@ -74,7 +75,7 @@ class TaskContext:
         """Return how a memory is built; text is cut into windows of the length that is asked."""
         if self.scoring == TEXT:
             changes = {"max_length": self.length, **changes}
-        return BuildConfig(**{"preset": self.preset, **changes})
+        return BuildConfig(**{"preset": self.preset or BuildConfig.preset, **changes})
 
     def cached(self, key: str, make: Callable[[], T]) -> T:
         """Return what `make` returned when `key` was first asked for."""

@@ -21,7 +21,7 @@ from knn_moe.index import IndexConfig
 from knn_moe.inference.attach import attach
 from knn_moe.memory.memory import RoutingMemory
 from knn_moe.methods import METHODS
-from knn_moe.methods.knn_moe import routing_memory
+from knn_moe.methods.knn_moe import PAPER, routing_memory
 from knn_moe.reproduce.results import by_benchmark
 from knn_moe.reproduce.study import Study
 from knn_moe.reproduce.table import (
@@ -186,7 +186,7 @@ def _speeds(study: Study, model: str, task: str) -> dict[str, float]:
 
 def _memories(study: Study, model: str, task: str) -> Iterator[tuple[float, str, RoutingMemory]]:
     for share in study.plan.sizes:
-        memory = routing_memory(study.context(model, task, share))
+        memory = routing_memory(study.context(model, task, share), PAPER)
         for kind in INDEXES:
             if kind not in FAISS or METHODS["knn-ivfpq"].installed:
                 yield share, kind, memory

@@ -29,8 +29,8 @@ class Plan:
     reference: int | None = 40  # rows of its reference set
     sizes: tuple[float, ...] = (0.25, 0.5, 1.0)  # shares of the reference set in the size sweep
     steps_share: float = 0.25  # the share of it in the sweep of steps, which builds many memories
-    preset: str = "strong"  # of kNN-MoE
-    presets: tuple[str, ...] = ("paper", "strong")  # of the sweeps
+    preset: str | None = None  # of kNN-MoE; None: calibrated if possible
+    presets: tuple[str, ...] = ("paper",)  # of the sweeps
     seed: int = 0
     batch_size: int = 16
 
@@ -63,7 +63,6 @@ class Plan:
             reference=None,
             steps_share=1.0,
             preset="paper",
-            presets=("paper",),
         )
         return replace(plan, **changes)
 

@@ -69,13 +69,7 @@ def run_with_share(study: Study, model: str, task: str, preset: str, share: floa
 
 def _run_unchanged(study: Study, model: str, task: str, preset: str) -> Run:
     """Return the run with the whole reference set, which the main table has as well."""
-    if preset == study.plan.preset:
-        return study.run(model, task, KNN)
-    if preset == "paper":
-        return study.run(model, task, "knn-paper")
-    return study.run_variant(
-        model, task, f"knn-{preset}", lambda: _make_knn(study, model, task, preset)
-    )
+    return study.run(model, task, KNN if preset == study.plan.preset else f"knn-{preset}")
 
 
 def _make_knn(study: Study, model: str, task: str, preset: str, **changes: Any) -> KnnMoe:

@@ -82,11 +82,12 @@ def _describe_measurement(table: Table) -> str:
     versions = ", ".join(f"{name} {text}" for name, text in facts.get("versions", {}).items())
     models = ", ".join(facts.get("models", ()))
     jobs = facts.get("jobs", 1)
+    prepared = f"with preset {facts['preset']}" if facts.get("preset") else "calibrated"
     beside = f", {jobs} processes side by side" if jobs > 1 else ""
     return (
         f"Measured on {models}, {facts.get('dtype')}, with {facts.get('hardware')}{beside}; seed "
-        f"{facts.get('seed')}, batches of {facts.get('batch_size')}, kNN-MoE with preset "
-        f"{facts.get('preset')}. {tasks}. {versions}."
+        f"{facts.get('seed')}, batches of {facts.get('batch_size')}, kNN-MoE {prepared}. {tasks}. "
+        f"{versions}."
     )
 
 

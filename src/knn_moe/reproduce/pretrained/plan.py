@@ -24,9 +24,7 @@ GENERATED: Final = ("gsm8k", "mbpp")
 BASE: Final = "zero-shot"
 RIVAL: Final = "knn-lm"  # what a memory of the same text can do without routing
 TUNED: Final = ("sft-router", "sft")
-LEARNING: Final = (
-    RIVAL, "knn-paper", "knn", "knn-calibrated", "knn-calibrated+head", *TUNED,
-)  # fmt: skip
+LEARNING: Final = (RIVAL, "knn-paper", "knn-calibrated", "knn-calibrated+head", *TUNED)
 STUDIED: Final = (BASE, *LEARNING, "5-shot", "c3po")
 CARRIED: Final = ("knn-calibrated", "knn-calibrated+head", RIVAL, *TUNED)  # to other tasks
 

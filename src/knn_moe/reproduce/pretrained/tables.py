@@ -44,7 +44,7 @@ def finish(study: PretrainedStudy, table: Table, specs: Sequence[RunSpec], found
         "models": list(plan.models),
         "tasks": {task: _describe_task(study, task) for task in {spec.task: 0 for spec in specs}},
         "seed": plan.seed,
-        "preset": "strong",
+        "preset": None,  # what is not the paper's is calibrated
         "batch_size": f"{plan.batch_tokens:,} tokens",
         "dtype": None,
         "hardware": None,
