@@ -15,10 +15,9 @@ from helpers.commands import run_cli
 from helpers.zoo import BUILD, make_texts
 from knn_moe import HeadConfig, RoutingMemory, attach, build_memory, calibrate
 from knn_moe.adapt.calibrate.judge import Baseline, Judgement
-from knn_moe.adapt.calibrate.language_head import HeadReader, NextTokens, TokenCases, choose_head
+from knn_moe.adapt.calibrate.language_head import HeadReader, NextTokens, choose_head
 from knn_moe.adapt.calibrate.result import write_calibrated
 from knn_moe.equations.next_token import KS
-from knn_moe.inference.hidden_states import read_hidden_states
 from knn_moe.memory.head_keys import HeadKeys
 from knn_moe.reference.provenance import owners
 from knn_moe.reference.splits import split
@@ -88,12 +87,11 @@ def test_what_is_tried_is_what_attaching_gives(
     given = None if factor == 1.0 else factor * max(layer.gamma for layer in memory.layers.values())
     head = HeadConfig(k=16, weight=0.3, gamma_scale=2.0, keys=keys, alone=alone)
     routing = replace(memory.routing, k=4, gamma=given, head=head)
-    assert memory.head_keys is not None
-    hidden = TokenCases.of(memory.head_keys, memory, torch.device("cpu"))
-    cases, following = open_cases(olmoe, memory), memory.provenance.following
-    tokens = HeadReader(olmoe, cases, following, hidden, routing).read([batch])[keys]
+    reader = HeadReader(olmoe, open_cases(olmoe, memory), memory, routing)
+    tokens = reader.read([batch])[keys]
     mine = owners(memory.provenance) == batch.owner[0]
-    others = leave_out(memory, memory.provenance.example_of_window[mine].tolist())
+    whole = replace(memory, head_keys=reader.stored)
+    others = leave_out(whole, memory.provenance.example_of_window[mine].tolist())
     with attach(olmoe, others, routing), torch.no_grad():
         logits = olmoe(batch.ids, use_cache=False).logits[0, :-1]
     expected = torch.nn.functional.cross_entropy(logits, batch.ids[0, 1:], reduction="none")
@@ -102,10 +100,8 @@ def test_what_is_tried_is_what_attaching_gives(
 
 @pytest.fixture(scope="module")
 def unlike_memory(olmoe: PreTrainedModel, zoo_tokenizer: PreTrainedTokenizerFast) -> RoutingMemory:
-    """A memory with head keys, of which no two cases read the same tokens: there are no ties."""
-    memory = build_memory(olmoe, zoo_tokenizer, make_texts(30), BUILD)
-    keys = read_hidden_states(olmoe, memory.reference_tokens(), memory.build.batch_tokens)
-    return replace(memory, head_keys=HeadKeys.of(keys, memory.provenance), folder=None)
+    """A memory of which no two cases read the same tokens: there are no ties."""
+    return build_memory(olmoe, zoo_tokenizer, make_texts(30), BUILD)
 
 
 def leave_out(memory: RoutingMemory, examples: list[int]) -> RoutingMemory:

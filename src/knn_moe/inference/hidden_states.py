@@ -5,7 +5,7 @@ Knows hooks and batches; nothing of what the states are compared with.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -86,13 +86,17 @@ class BatchStates(NamedTuple):
 
 @torch.no_grad()
 def iter_hidden_states(
-    model: nn.Module, reference: ReferenceTokens, batch_tokens: int
+    model: nn.Module,
+    reference: ReferenceTokens,
+    batch_tokens: int,
+    before: Callable[[Batch], None] = lambda batch: None,
 ) -> Iterator[BatchStates]:
-    """Read a reference set with the model alone, batch by batch."""
+    """Read a reference set batch by batch, calling `before` on each of them."""
     model = uncompiled(model)
     hidden, device = HiddenStateHook(model), input_device(model)
     with freeze(model), install_hooks([hidden]):
         for cut in reference.batches(batch_tokens):
+            before(cut)
             batch = cut.to(device)
             mask = batch.attention_mask
             output: Any = model(input_ids=batch.ids, attention_mask=mask, use_cache=False)
@@ -103,13 +107,18 @@ def iter_hidden_states(
             yield BatchStates(batch, logits, states[batch.kept.to(states.device)], rows)
 
 
-def read_hidden_states(model: nn.Module, reference: ReferenceTokens, batch_tokens: int) -> Tensor:
+def read_hidden_states(
+    model: nn.Module,
+    reference: ReferenceTokens,
+    batch_tokens: int,
+    before: Callable[[Batch], None] = lambda batch: None,
+) -> Tensor:
     """Return the last hidden state of each kept token, in the order of their rows.
 
     Shape [M, d], in the model's dtype on the device of its output embedding.
     """
     keys = torch.empty(0)
-    for read in iter_hidden_states(model, reference, batch_tokens):
+    for read in iter_hidden_states(model, reference, batch_tokens, before):
         if not len(keys):
             keys = read.states.new_empty(int(reference.kept.sum()), read.states.shape[-1])
         keys[read.rows.to(keys.device)] = read.states

@@ -145,13 +145,15 @@ class _Recorder:
 
 
 class HeadReader:
-    """Reads batches as `routing` uses a memory, and looks up the neighbours of both kinds of keys.
+    """Reads tokens as `routing` uses a memory, and looks up the neighbours of both kinds of keys.
+
+    The hidden states to look in are read with the same routing, each case without its own example:
+    what the model reads later is compared with them.
 
     Args:
         model: The model alone.
         cases: The cases of every layer.
-        following: The token after each case, -1 for none. Shape [M] int64.
-        hidden: The memory's hidden states.
+        memory: The memory, of whose tokens hidden states are read.
         routing: How the memory is used; with a head that is used alone, not at all.
     """
 
@@ -159,8 +161,7 @@ class HeadReader:
         self,
         model: nn.Module,
         cases: Sequence[Cases],
-        following: Tensor,
-        hidden: TokenCases,
+        memory: RoutingMemory,
         routing: RoutingConfig,
     ) -> None:
         self.model = model
@@ -180,10 +181,22 @@ class HeadReader:
             if number != layer
         ]
         self.hooks.append(RouterHook(last.router, self.recorder))
-        gamma = routing.gamma or last.gamma
-        device = last.keys.device
-        router = TokenCases(last.keys, last.owner, following.to(device), gamma)
-        self.cases = {"router": router, "hidden": hidden}
+        following = memory.provenance.following.to(last.keys.device)
+        self.stored = self._read_keys(memory)
+        self.cases = {
+            "router": TokenCases(last.keys, last.owner, following, routing.gamma or last.gamma),
+            "hidden": TokenCases.of(self.stored, memory, self.states.device),
+        }
+
+    def _read_keys(self, memory: RoutingMemory) -> HeadKeys:
+        reference, batch_tokens = memory.reference_tokens(), memory.build.batch_tokens
+        with install_hooks(self.hooks):
+            keys = read_hidden_states(self.model, reference, batch_tokens, self._set_owner)
+        return HeadKeys.of(keys, memory.provenance)
+
+    def _set_owner(self, batch: Batch) -> None:
+        for recall in self.recalls.values():
+            recall.owner = batch.token_owner
 
     @torch.no_grad()
     def read(self, batches: Sequence[Batch]) -> dict[str, NextTokens]:
@@ -192,8 +205,7 @@ class HeadReader:
         lines = 0
         with freeze(self.model), install_hooks([*self.hooks, self.states]):
             for batch in batches:
-                for recall in self.recalls.values():
-                    recall.owner = batch.token_owner
+                self._set_owner(batch)
                 losses = batch_losses(self.model, batch.to(input_device(self.model)))
                 for name, found in self._look_up(batch, losses).items():
                     parts[name].append(found._replace(line=found.line + lines))
@@ -234,24 +246,15 @@ def choose_head(
     Args:
         model: The model alone.
         cases: The cases of every layer.
-        memory: The memory; its hidden states are read from its own tokens unless it has them.
+        memory: The memory.
         routing: How the memory is used.
         parts: The examples to choose by, and those to judge by.
         routed: Whether routing helps. If not, only heads without routing are tried.
     """
     choose, judge = parts
-    stored = memory.head_keys
-    if stored is None:
-        reference, batch_tokens = memory.reference_tokens(), memory.build.batch_tokens
-        states = read_hidden_states(model, reference, batch_tokens)
-        stored = HeadKeys.of(states, memory.provenance)
-    hidden = TokenCases.of(stored, memory, HiddenStateHook(model).device)
-    following = memory.provenance.following
     ways = {False: replace(routing, head=None)} if routed else {}
     ways[True] = replace(routing, head=HeadConfig(alone=True))
-    readers = {
-        alone: HeadReader(model, cases, following, hidden, way) for alone, way in ways.items()
-    }
+    readers = {alone: HeadReader(model, cases, memory, way) for alone, way in ways.items()}
     tried = [
         tokens.likeliest_head(keys, alone=alone)
         for alone, reader in readers.items()
@@ -271,5 +274,5 @@ def choose_head(
         change=judge.compare(with_head, judge.losses),
         added=judge.compare(with_head, without),
         tried=tuple(tried),
-        keys=stored if config.keys == "hidden" else None,
+        keys=readers[config.alone].stored if config.keys == "hidden" else None,
     )
