@@ -1,4 +1,4 @@
-"""`knn-moe demo`: see the method work on any machine, in two minutes."""
+"""`knn-moe demo`: see the method work on any machine, in a few minutes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _DEMO_FILES: Final = {"paper", "calibrated", "runs", "report.html", _RESULT}
 @click.option(
     "--tokens",
     type=click.IntRange(min=1),
-    default=15_000,
+    default=12_000,
     show_default=True,
     help="About how many reference tokens to read.",
 )
@@ -84,7 +84,7 @@ def command(
     The model was trained on novels, textbooks, law and code. The new text is Python's
     documentation, which comes with Python. The demo builds the paper's memory and a calibrated
     one, and compares both with the model alone and with a control, the calibrated memory with its
-    values shuffled. It takes about two minutes on two cores.
+    values shuffled. It takes two to three minutes on two cores.
     """
     from knn_moe.demo.demo import DemoConfig, render_demo, run_demo
     from knn_moe.report.page import write_page

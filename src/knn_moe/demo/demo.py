@@ -37,9 +37,9 @@ CALIBRATION: Final = CalibrationConfig(neighbours=(32,), value_rates=(0.03,))  #
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
-    """How much text is read. The defaults take about two minutes on two cores."""
+    """How much text is read. The defaults take two to three minutes on two cores."""
 
-    reference_tokens: int = 15_000
+    reference_tokens: int = 12_000
     windows: int = 48  # of test text
     length: int = 256  # tokens in a window
 
