@@ -119,7 +119,9 @@ def test_values_are_trained_on_all_examples_in_the_end(
     monkeypatch.setattr("knn_moe.adapt.calibrate.trials.train_values", watch)
     reference = sayings_memory.reference_tokens()
     calibrator = Calibrator(olmoe, sayings_memory, reference, QUICK, ignore_progress)
-    trained = calibrator.try_values(4, 0.3)
+    fitted = calibrator.try_widths(4)
+    assert fitted is not None
+    trained = calibrator.try_values(fitted, 4, 0.3)
     assert trained is not None
     whole = calibrator.train_on_all(trained)
     assert not torch.equal(whole.cases[0].values, trained.cases[0].values)

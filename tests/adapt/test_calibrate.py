@@ -28,7 +28,7 @@ from knn_moe.adapt.calibrate import fit
 from knn_moe.adapt.calibrate.fit import FitCases, FitData, fit_widths, install_fitted_recall
 from knn_moe.adapt.calibrate.judge import Baseline, judge
 from knn_moe.adapt.calibrate.result import Calibration
-from knn_moe.adapt.calibrate.start import choose_start
+from knn_moe.adapt.calibrate.start import Direction, choose_start
 from knn_moe.adapt.calibrate.values import ValueTraining, train_values
 from knn_moe.adapt.calibrate.widths import DivergedError, WidthParameters
 from knn_moe.build.optimise import summed_loss
@@ -219,12 +219,37 @@ def test_more_steps_fit_better(olmoe: PreTrainedModel, sayings_memory: RoutingMe
     data = look_up(olmoe, sayings_memory, cases)
     routing = RoutingConfig(k=4)
     losses = [
-        fitted_loss(olmoe, cases, data, fit_widths(olmoe, cases, data, routing, steps))
+        fitted_loss(olmoe, cases, data, fit_widths(olmoe, cases, data, routing, steps)[0])
         for steps in (8, 32, 96)
     ]
     assert losses == sorted(losses, reverse=True)
     assert all(parameter.grad is None for parameter in olmoe.parameters())
     assert not any(router.scope._forward_pre_hooks for router in find_routers(olmoe))
+
+
+@pytest.mark.slow
+def test_values_are_rescaled_where_that_helps(
+    olmoe: PreTrainedModel, sayings_memory: RoutingMemory
+) -> None:
+    """A tenth of what the build changed is too little, and is made more, by one factor a layer."""
+    cases = []
+    for each in open_cases(olmoe, sayings_memory):
+        own = compute_own_logits(each.router, each.keys)
+        cases.append(replace(each, values=own + 0.1 * (each.values - own), own=own))
+    data = look_up(olmoe, sayings_memory, cases)
+    widths, rescaled = fit_widths(olmoe, cases, data, RoutingConfig(k=4), 96)
+    fixed = [replace(each, own=None) for each in cases]
+    plain, same = fit_widths(olmoe, fixed, data, RoutingConfig(k=4), 96)
+    better = fitted_loss(olmoe, rescaled, data, widths)
+    assert better < fitted_loss(olmoe, fixed, data, plain)
+    for each, after, kept in zip(cases, rescaled, same, strict=True):
+        assert kept.values is each.values
+        change = (each.values - each.own).flatten()
+        moved = change.abs() > 0.01
+        ratio = (after.values - each.own).flatten()[moved] / change[moved]
+        assert ratio.mean() > 1.5
+        assert after.update_scale == pytest.approx(float(ratio.mean()), rel=1e-3)
+        torch.testing.assert_close(ratio, ratio.mean().expand_as(ratio), rtol=1e-2, atol=0)
 
 
 @pytest.mark.slow
@@ -235,12 +260,12 @@ def test_values_start_at_the_best_distance_whatever_the_size_of_the_steps(
     """Relative to the spread of the logits: the same start for steps a thousand times as long."""
     cases = open_cases(olmoe, sayings_memory)
     data = look_up(olmoe, sayings_memory, cases)
-    expected = choose_start(olmoe, cases, data, 4, 1024)
+    expected = choose_start(olmoe, [Direction.of(each) for each in cases], data, 4)
     moved = []
     for each in cases:
         own = compute_own_logits(each.router, each.keys)
-        moved.append(replace(each, values=own + size * (each.values - own)))
-    start = choose_start(olmoe, moved, data, 4, 1024)
+        moved.append(Direction.of(replace(each, values=own + size * (each.values - own))))
+    start = choose_start(olmoe, moved, data, 4)
     assert start.distance == expected.distance > 0
     assert start.losses[start.distance] == min(start.losses.values())
     assert start.losses == pytest.approx(expected.losses, rel=1e-4)
@@ -384,9 +409,10 @@ def test_diverging_trials_are_left_out(
     monkeypatch.setattr("knn_moe.adapt.calibrate.trials.train_values", diverge)
     kept = calibrate(olmoe, sayings_memory, config=QUICK)
     names = [trial.name for trial in kept.trials]
-    assert names == ["unchanged"]
-    assert kept.chosen == "unchanged"
+    assert names == ["widths, K = 4", "widths, K = 1", "unchanged"]
+    assert kept.chosen == "widths, K = 4"
     assert not kept.values_trained
+    monkeypatch.setattr("knn_moe.adapt.calibrate.trials.fit_widths", diverge)
     monkeypatch.setattr("knn_moe.adapt.calibrate.trials.judge", diverge)
     with pytest.raises(CalibrationError, match="finite loss"):
         calibrate(olmoe, sayings_memory, config=QUICK)
@@ -434,7 +460,8 @@ def test_values_are_trained_by_the_build_s_gradient_and_every_step_is_reported(
     memory = build_memory(olmoe, zoo_tokenizer, sayings(40), config)
     found = calibrate(olmoe, memory, config=QUICK, on_progress=steps.append)
     assert set(used) == {gradient}
-    assert len(used) == 2 + found.values_trained  # two numbers of neighbours, then all examples
+    # For two numbers of neighbours, then on all examples; once where that gained nothing.
+    assert len(used) == (3 if found.values_trained else 1)
     assert (steps[-1].done == steps[-1].total) == found.values_trained
     assert found.values_trained or gradient == "sparse"
     assert found.report()["update_scale"].keys() == {"0", "1"}

@@ -119,6 +119,7 @@ def conclude(search: Search, started: float) -> Calibration:
         update_scale=last.update_scale,
         values_trained=last.training is not None,
         start=calibrator.start.losses if calibrator.config.value_rates else {},
+        left_out=calibrator.left_out,
         head=head,
         seconds=time.monotonic() - started,
         seconds_by_part=calibrator.clock.seconds,

@@ -8,9 +8,9 @@ cases that would have become nearer are left out. Judging (judge.py) looks up ag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 import torch
@@ -37,18 +37,32 @@ _TOKENS: Final = 1024  # compared with their neighbours at a time
 class FitCases(Cases):
     """Cases whose values are being fitted.
 
-    Shapes: linear [N, d], a map of the keys that is added to the values; None: there is none.
+    Shapes: own [M, N], the router's own logits for the keys; None: values are not rescaled. linear
+    [N, d], a map of the keys that is added to the values; None: there is none.
     """
 
+    own: Tensor | None = None
     linear: Tensor | None = None
     update_scale: float = 1.0  # how far the values were moved from the router's own logits
 
-    def values_at(self, rows: Tensor) -> Tensor:
+    def values_at(self, rows: Tensor, parameters: WidthParameters) -> Tensor:
         """Return the values of the cases of `rows`. Shapes: [T, K] → [T, K, N]."""
         values = self.values
         if self.linear is not None:
             values = values + (self.keys @ self.linear.T.to(self.keys.dtype)).float()
-        return F.embedding(rows, values)
+        found = F.embedding(rows, values)
+        if self.own is None:
+            return found
+        return parameters.rescale(self.router.layer, found, F.embedding(rows, self.own))
+
+    def rescaled(self, parameters: WidthParameters) -> FitCases:
+        """Return the cases with the update scale written into the values."""
+        if self.own is None:
+            return self
+        layer = self.router.layer
+        values = parameters.rescale(layer, self.values, self.own)
+        scale = self.update_scale * float(parameters.update_scale(layer))
+        return replace(self, values=values, own=None, update_scale=scale)
 
 
 @dataclass
@@ -76,6 +90,18 @@ class FitData(NamedTuple):
 
     batches: Sequence[Batch]
     tables: Sequence[NeighbourTable]
+
+    def first(self, most_tokens: int) -> FitData:
+        """Keep batches from the front: `most_tokens` tokens, but at least one batch."""
+        tokens = torch.tensor([int(batch.real.sum()) for batch in self.batches]).cumsum(0)
+        count = 1 + int((tokens[:-1] < most_tokens).sum())
+        return FitData(self.batches[:count], self.tables)
+
+    def without(self, places: Iterable[int]) -> FitData:
+        """Leave out the neighbours of some layers, by their places."""
+        left = set(places)
+        kept = [table for place, table in enumerate(self.tables) if place not in left]
+        return FitData(self.batches, kept)
 
     def extend(self, more: FitData) -> FitData:
         """Append `more` without looking anything up again."""
@@ -122,7 +148,8 @@ class FittedRecall:
         rows = self.rows[:, : self.k]
         distance = self._distance(inputs.detach(), rows)
         layer = self.cases.router.layer
-        values, widths = self.cases.values_at(rows), self.parameters.widths(layer, logits.device)
+        values = self.cases.values_at(rows, self.parameters)
+        widths = self.parameters.widths(layer, logits.device)
         return weigh(distance, values, widths, self.cases.similarity).mix(logits)
 
     def _distance(self, inputs: Tensor, rows: Tensor) -> Tensor:
@@ -189,19 +216,19 @@ def fit_widths(
     start: RoutingConfig,
     steps: int,
     on_step: Callable[[], None] = lambda: None,
-) -> tuple[LayerRouting, ...]:
-    """Fit the widths that make `data` likeliest, with values as they are.
+) -> tuple[tuple[LayerRouting, ...], list[FitCases]]:
+    """Fit the widths that make `data` likeliest.
 
     Args:
         model: The model alone.
-        cases: Of each layer.
+        cases: Of each layer; values are rescaled along where they have their router's own logits.
         data: Batches and neighbours.
         start: K, and the widths to start from, if it has any for single layers.
         steps: Of Adam.
         on_step: Called after each step.
 
     Returns:
-        The widths of each layer.
+        The widths of each layer, and the cases with rescaled values.
 
     Raises:
         DivergedError: The fit diverged.
@@ -216,7 +243,9 @@ def fit_widths(
                 adam.param_groups[0]["lr"] = _RATE * (1 - step / steps)
                 adam.step()
                 on_step()
-        return parameters.read()
+        widths = parameters.read()
+        with torch.no_grad():
+            return widths, [each.rescaled(parameters) for each in cases]
 
 
 def mean_loss(

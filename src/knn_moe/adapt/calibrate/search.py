@@ -1,4 +1,4 @@
-"""Search for the best way to use a memory: rates of training, then fewer neighbours."""
+"""Search for the best way to use a memory: widths, rates of training, then fewer neighbours."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ class Search:
         self.summaries: list[TrialSummary] = []
         self.rates = sorted(calibrator.config.value_rates)
         self._best: Trial | None = None
+        self._widths: Trial | None = None  # the fit from which values are trained
         self._losses: dict[int, float] = {}  # by place among the rates
 
     @property
@@ -40,19 +41,20 @@ class Search:
         return self._best
 
     def begin(self) -> None:
-        """Make the first trials, by which memories can be compared: values at the middle rate, or
-        widths alone."""
+        """Make the first trials, by which memories can be compared: widths for the largest K, then
+        values at the middle rate."""
+        if not self.summaries:
+            self._widths = self.calibrator.try_widths(self.calibrator.ks[-1])
+            self._offer(self._widths)
         if self.rates:
             self._loss_at(self._first_place)
-        elif not self.summaries:
-            self._fit_widths()
 
     def run(self) -> None:
         """Make all trials: also at other rates, with fewer neighbours, and the memory unchanged."""
         self.begin()
         if self.rates:
             self._search_rates()
-            self._try_fewer_neighbours()
+        self._try_fewer_neighbours()
         self._offer(self.calibrator.try_unchanged())
 
     @property
@@ -72,25 +74,23 @@ class Search:
 
     def _loss_at(self, place: int) -> float:
         if place not in self._losses:
-            trial = self.calibrator.try_values(self.calibrator.ks[-1], self.rates[place])
+            trial = self._train(self.calibrator.ks[-1], self.rates[place])
             self._offer(trial)
             self._losses[place] = trial.judgement.loss if trial else math.inf
         return self._losses[place]
 
-    def _try_fewer_neighbours(self) -> None:
-        """Train again for each smaller K; take it where it has nearly all of the gain."""
-        if self._best is None or self._best.training is None:
-            return
-        rate = self._best.training.rate
-        for k in reversed(self.calibrator.ks[:-1]):
-            self._offer(self.calibrator.try_values(k, rate), share=_ENOUGH)
+    def _train(self, k: int, rate: float) -> Trial | None:
+        return self._widths and self.calibrator.try_values(self._widths, k, rate)
 
-    def _fit_widths(self) -> None:
-        *smaller, largest = self.calibrator.ks
-        first = self.calibrator.try_widths(largest)
-        self._offer(first)
-        for k in reversed(smaller):
-            self._offer(self.calibrator.try_widths(k, first))
+    def _try_fewer_neighbours(self) -> None:
+        """Fit again for each smaller K; take it where it has nearly all of the gain."""
+        training = self._best.training if self._best else None
+        for k in reversed(self.calibrator.ks[:-1]):
+            if training is not None:
+                trial = self._train(k, training.rate)
+            else:
+                trial = self.calibrator.try_widths(k, self._widths)
+            self._offer(trial, share=_ENOUGH)
 
     def _offer(self, trial: Trial | None, share: float = 1.0) -> None:
         """Take a trial if it gains more than `share` of what the best one gains."""

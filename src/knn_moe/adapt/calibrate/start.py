@@ -9,7 +9,8 @@ reading a few batches, without gradients.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -36,18 +37,14 @@ class Start:
     losses: dict[float, float]
 
 
-def choose_start(
-    model: nn.Module, cases: Sequence[FitCases], data: FitData, k: int, most_tokens: int
-) -> Start:
-    """Try every distance on the first batches of `data`, `most_tokens` tokens at most.
+def choose_start(model: nn.Module, directions: Sequence[Direction], data: FitData, k: int) -> Start:
+    """Try every distance on `data`.
 
     Raises:
         CalibrationError: No distance gives a finite loss.
     """
-    directions = [_Direction.of(each) for each in cases]
-    places = list(_first_batches(data, most_tokens))
     losses = {
-        distance: _loss(model, [each.at(distance) for each in directions], data, k, places)
+        distance: measure_loss(model, [each.at(distance) for each in directions], data, k)
         for distance in DISTANCES
     }
     best = min(losses, key=lambda distance: losses[distance])
@@ -61,48 +58,44 @@ def choose_start(
 
 
 @dataclass(frozen=True)
-class _Direction:
+class Direction:
     """One layer's cases, their router's own logits [M, N], and the sizes of both."""
 
     cases: FitCases
     own: Tensor
-    spread: float
+    spread: float  # of the router's logits: their deviation from each token's mean
     change: float  # the root mean square of values - own
 
     @staticmethod
-    def of(cases: FitCases) -> _Direction:
+    def of(cases: FitCases) -> Direction:
+        """Compute the router's own logits."""
         own = compute_own_logits(cases.router, cases.keys).to(cases.values.device)
         spread = _root_mean_square(own - own.mean(dim=-1, keepdim=True))
-        return _Direction(cases, own, spread, _root_mean_square(cases.values - own))
+        return Direction(cases, own, spread, _root_mean_square(cases.values - own))
 
     def at(self, distance: float) -> FitCases:
         """Return the cases with their values moved so far."""
         scale = distance * self.spread / self.change if self.change > 0 else 0.0
         values = self.own + scale * (self.cases.values - self.own)
-        return replace(self.cases, values=values, update_scale=scale)
+        return replace(self.cases, values=values, own=self.own, update_scale=scale)
 
 
 def _root_mean_square(numbers: Tensor) -> float:
     return float(numbers.double().square().mean().sqrt())
 
 
-def _first_batches(data: FitData, most_tokens: int) -> Iterator[int]:
-    tokens = 0
-    for place, batch in enumerate(data.batches):
-        if tokens < most_tokens:
-            yield place
-        tokens += int(batch.real.sum())
-
-
 @torch.no_grad()
-def _loss(
-    model: nn.Module, cases: Sequence[FitCases], data: FitData, k: int, places: Sequence[int]
-) -> float:
-    """Return the loss per token of some batches; infinite where it is not finite."""
+def measure_loss(model: nn.Module, cases: Sequence[FitCases], data: FitData, k: int) -> float:
+    """Return the loss per token of `data` with `cases` recalled; infinite where it is not finite.
+
+    No cases: the loss of the model alone.
+    """
     total = tokens = 0.0
-    with freeze(model), install_fitted_recall(cases, WidthParameters.of(cases), k) as recalls:
-        for place in places:
-            count = int(data.batches[place].scored.sum())
+    widths = WidthParameters.of(cases) if cases else None
+    recalling = install_fitted_recall(cases, widths, k) if widths else nullcontext([])
+    with freeze(model), recalling as recalls:
+        for place, batch in enumerate(data.batches):
+            count = int(batch.scored.sum())
             total += count * float(mean_loss(model, recalls, data, place))
             tokens += count
     return total / tokens if math.isfinite(total) else math.inf

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from knn_moe.adapt.calibrate.clock import Clock
 from knn_moe.adapt.calibrate.fit import FitCases, FitData, fit_widths, look_up_neighbours
+from knn_moe.adapt.calibrate.fragile_layers import find_fragile_layers
 from knn_moe.adapt.calibrate.judge import Baseline, Judgement, judge
 from knn_moe.adapt.calibrate.language_head import HeadChoice, choose_head
 from knn_moe.adapt.calibrate.result import Distances, TrialSummary
-from knn_moe.adapt.calibrate.start import Start, choose_start
+from knn_moe.adapt.calibrate.start import Direction, Start, choose_start
 from knn_moe.adapt.calibrate.values import ValueTraining, train_values
 from knn_moe.adapt.calibrate.widths import DivergedError
 from knn_moe.config import CalibrationConfig, RoutingConfig
@@ -76,9 +77,10 @@ class Trial:
 
 
 class StartOfTraining(NamedTuple):
-    """The cases that values were trained from, and the learning rate."""
+    """The cases and the widths that values were trained from, and the learning rate."""
 
     cases: Sequence[FitCases]
+    routing: RoutingConfig
     rate: float
 
 
@@ -119,7 +121,28 @@ class Calibrator:
         self.clock = Clock()
         with self.clock.measure("neighbours looked up"):
             self.data = look_up_neighbours(model, self.cases, batches, self.ks[-1])
+        self.all_cases = self.cases
+        self.left_out = self._leave_out_fragile()
         self.choosing = Baseline.of(model, self._judge_batches(self.splits.choose))
+
+    def _leave_out_fragile(self) -> tuple[int, ...]:
+        """Leave out layers that must not be rerouted; return them. Never all layers.
+
+        Values that stay may be of a router whose own logits cannot be computed: none is left out.
+        """
+        if not self.config.value_rates:
+            return ()
+        with self.clock.measure("layers tried alone"):
+            fragile = find_fragile_layers(self.model, self.directions, self.data, self.ks[-1])
+        places = [
+            place for place, each in enumerate(self.cases) if each.router.layer in set(fragile)
+        ]
+        if not places or len(places) == len(self.cases):
+            return ()
+        self.cases = [each for place, each in enumerate(self.cases) if place not in places]
+        self.directions = [Direction.of(each) for each in self.cases]
+        self.data = self.data.without(places)
+        return tuple(fragile)
 
     def _expect_steps(self, batches: int) -> int:
         """Estimate the steps of all fits; how many rates are tried is known only in the end."""
@@ -127,15 +150,19 @@ class Calibrator:
             return self.steps + (len(self.ks) - 1) * self._fewer_steps
         trials = min(len(self.config.value_rates), _TRIED_RATES) + len(self.ks) - 1
         everything = batches + len(self._fit_batches(self.splits.held_out))
-        return self.config.passes * (trials * batches + everything)
+        return self.steps + self.config.passes * (trials * batches + everything)
+
+    @cached_property
+    def directions(self) -> Sequence[Direction]:
+        """What the build changed, in each layer."""
+        return [Direction.of(each) for each in self.cases]
 
     @cached_property
     def start(self) -> Start:
         """Where the values start."""
         with self.clock.measure("start of the values"):
-            return choose_start(
-                self.model, self.cases, self.data, self.ks[-1], self.config.judge_tokens
-            )
+            sample = self.data.first(self.config.judge_tokens)
+            return choose_start(self.model, self.directions, sample, self.ks[-1])
 
     def try_unchanged(self) -> Trial | None:
         """Try the memory as it is used now.
@@ -147,38 +174,42 @@ class Calibrator:
         calibrated = self.memory.manifest.calibration is not None
         if calibrated or routing.similarity != "rbf":
             return None
-        return self._judge_trial("unchanged", routing, self.cases)
+        return self._judge_trial("unchanged", routing, self.all_cases)
 
     def try_widths(self, k: int, start: Trial | None = None) -> Trial | None:
-        """Fit widths for K = k, with values as they are.
+        """Fit widths for K = k, and rescale the values, unless they are to stay.
 
         Starting from a fit for another K takes half the steps. None: the fit diverged.
         """
         name = f"widths, K = {k}"
-        routing = self._routing(k)
+        changing = bool(self.config.value_rates)
+        routing, cases = self._routing(k), self.start.cases if changing else self.cases
         if start is not None:
             routing = replace(routing, per_layer=start.routing.per_layer)
         steps = self.steps if start is None else self._fewer_steps
         try:
             with self.clock.measure(name):
-                widths = fit_widths(
-                    self.model, self.cases, self.data, routing, steps, self.counter.steps_of(name)
+                widths, fitted = fit_widths(
+                    self.model, cases, self.data, routing, steps, self.counter.steps_of(name)
                 )
         except DivergedError:
             return None
-        return self._judge_trial(name, replace(routing, per_layer=widths), self.cases)
+        trial = self._judge_trial(name, replace(routing, per_layer=widths), fitted)
+        return trial and replace(trial, values_changed=changing)
 
-    def try_values(self, k: int, rate: float) -> Trial | None:
-        """Train values and widths for K = k at `rate`. None: the training diverged."""
+    def try_values(self, start: Trial, k: int, rate: float) -> Trial | None:
+        """Train values for K = k at `rate`, from a trial of widths on. None: it diverged."""
         name = f"values, K = {k}, rate {rate:g}"
-        training = StartOfTraining(self.start.cases, rate)
-        trained = self._train(self.data, self._routing(k), training, name)
+        training = StartOfTraining(start.cases, start.routing, rate)
+        trained = self._train(self.data, training, k, name)
         trial = trained and self._judge_trial(name, *trained)
         return trial and replace(trial, values_changed=True, training=training)
 
     def _routing(self, k: int) -> RoutingConfig:
-        kept = self.memory.routing
-        return RoutingConfig(k=k, layers=kept.layers, index=kept.index, stats=kept.stats)
+        kept, layers = self.memory.routing, self.memory.routing.layers
+        if self.left_out:
+            layers = tuple(each.router.layer for each in self.cases)
+        return RoutingConfig(k=k, layers=layers, index=kept.index, stats=kept.stats)
 
     @property
     def _fewer_steps(self) -> int:
@@ -193,15 +224,15 @@ class Calibrator:
                 self.model, self.cases, self._fit_batches(self.splits.held_out), self.ks[-1]
             )
         name = "values, from all examples"
-        routing = self._routing(trial.routing.k)
-        trained = self._train(self.data.extend(more), routing, trial.training, name)
+        trained = self._train(self.data.extend(more), trial.training, trial.routing.k, name)
         if trained is None:  # the values that were judged are there still
             return trial
         return replace(trial, routing=trained[0], cases=trained[1])
 
     def _train(
-        self, data: FitData, routing: RoutingConfig, start: StartOfTraining, name: str
+        self, data: FitData, start: StartOfTraining, k: int, name: str
     ) -> tuple[RoutingConfig, list[FitCases]] | None:
+        routing = replace(start.routing, k=k)
         training = ValueTraining(
             self.config.passes, start.rate, self.memory.build.gradient, self.start.spreads
         )

@@ -1,4 +1,6 @@
-"""Widths to fit: for every layer a width to weigh neighbours by, one to take λ by, and λ's factor.
+"""Widths to fit: for every layer a width to weigh neighbours by, one to take λ by, and λ's factor;
+and the update scale, a factor on the difference between a case's value and its router's own logits,
+which is an η chosen afterwards for each layer.
 
 Kept as logarithms and a logit, whose gradients have no bounds.
 """
@@ -10,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from knn_moe.config import LayerRouting
 from knn_moe.recall.leave_one_out import Cases
@@ -46,8 +48,9 @@ class WidthParameters(nn.Module):
         given = {one.layer: one for one in start}
         usual = {layer: LayerRouting(layer=layer, **START) for layer in gammas}
         raw = [_to_raw(given.get(layer, usual[layer])) for layer in gammas]
-        # [layers, 3]: the widths' logarithms and the factor's logit.
+        # [layers, 3]: the widths' logarithms and the factor's logit; [layers]: a logarithm.
         self.raw = nn.Parameter(torch.tensor(raw).to(device))
+        self.log_update_scale = nn.Parameter(torch.zeros(len(gammas), device=device))
 
     @classmethod
     def of(cls, cases: Sequence[Cases], start: Iterable[LayerRouting] = ()) -> WidthParameters:
@@ -61,13 +64,21 @@ class WidthParameters(nn.Module):
         gamma = self.gammas[layer]
         return Widths(gamma * weight.exp(), gamma * wide.exp(), factor.sigmoid())
 
+    def update_scale(self, layer: int) -> Tensor:
+        """Return the update scale of a layer. Shape []."""
+        return self.log_update_scale[self.place[layer]].exp()
+
+    def rescale(self, layer: int, values: Tensor, own: Tensor) -> Tensor:
+        """Move `values` away from, or towards, the router's own logits. Shapes: [..., N]."""
+        return own + self.update_scale(layer).to(values.device) * (values - own)
+
     def read(self) -> tuple[LayerRouting, ...]:
         """Return the widths as they are now.
 
         Raises:
             DivergedError: They are not finite.
         """
-        if not bool(self.raw.isfinite().all()):
+        if not bool(self.raw.isfinite().all() and self.log_update_scale.isfinite().all()):
             raise DivergedError
         columns = [self.raw[:, 0].exp(), self.raw[:, 1].exp(), self.raw[:, 2].sigmoid()]
         rows = torch.stack(columns, dim=1).tolist()
