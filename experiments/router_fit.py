@@ -44,7 +44,8 @@ def fit_domain_rows(dense: Any, windows: Mapping[str, Tensor]) -> Tensor:
     _visit_inputs(dense, windows, accumulate)
     ridge = _RIDGE * gram.diagonal(dim1=1, dim2=2).mean(dim=1)
     gram.diagonal(dim1=1, dim2=2).add_(ridge[:, None])
-    rows: Tensor = torch.linalg.solve(gram.double(), sums.double().mT).mT.float()
+    root = torch.linalg.cholesky(gram.double())
+    rows: Tensor = torch.cholesky_solve(sums.double().mT.contiguous(), root).mT.float()
     rows -= rows.mean(dim=1, keepdim=True)
     spreads = torch.zeros(layers, device=dense.device)
 

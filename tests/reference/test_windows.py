@@ -65,6 +65,24 @@ def test_only_tokens_that_predict_the_completion_are_kept(
     assert reference.provenance.key.tolist() == [place for place, here in enumerate(scored) if here]
 
 
+@pytest.mark.parametrize(
+    ("tokens", "loss", "kept", "scored"),
+    [
+        ("all", "completion", [1, 1, 1, 1], [0, 1, 1, 0]),
+        ("completion", "all", [0, 1, 1, 0], [1, 1, 1, 0]),
+        ("completion", None, [0, 1, 1, 0], [0, 1, 1, 0]),
+    ],
+)
+def test_cases_and_the_loss_may_be_of_other_tokens(
+    tokens: str, loss: str | None, kept: list[int], scored: list[int], zoo_tokenizer: Any
+) -> None:
+    examples = [Example("11 12", " 13 14")]
+    config = BuildConfig(tokens=tokens, loss=loss)
+    reference = read_tokens(examples, zoo_tokenizer, config, 2048)
+    assert reference.kept.int().tolist() == kept
+    assert reference.scored.int().tolist() == scored
+
+
 def test_a_plain_text_is_all_completion(zoo_tokenizer: Any) -> None:
     reference = read(zoo_tokenizer, ["11 12 13"], "completion")
     assert reference.kept.tolist() == [True, True, False]
@@ -82,10 +100,10 @@ def test_no_tokens_at_all(items: list[str], zoo_tokenizer: Any) -> None:
         read(zoo_tokenizer, items)
 
 
-def test_nothing_to_keep(zoo_tokenizer: Any) -> None:
+def test_no_completion(zoo_tokenizer: Any) -> None:
     items = [{"prompt": "11 12", "completion": ""}, "21"]
     assert len(read(zoo_tokenizer, items).provenance) == 3
-    with pytest.raises(ReferenceSetError, match=r"nothing to keep.*tokens='all'"):
+    with pytest.raises(ReferenceSetError, match=r"no completion to learn from.*Use all"):
         read(zoo_tokenizer, items, "completion")
 
 
