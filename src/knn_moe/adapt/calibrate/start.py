@@ -10,14 +10,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
 from torch import Tensor, nn
 
-from knn_moe.adapt.calibrate.fit import FitCases, FitData, install_fitted_recall, mean_loss
+from knn_moe.adapt.calibrate.fit import (
+    FitCases,
+    FitData,
+    FittedRecall,
+    install_fitted_recall,
+    mean_loss,
+)
 from knn_moe.adapt.calibrate.widths import WidthParameters
 from knn_moe.errors import CalibrationError
 from knn_moe.routers.model_state import freeze
@@ -91,9 +97,11 @@ def measure_loss(model: nn.Module, cases: Sequence[FitCases], data: FitData, k: 
     No cases: the loss of the model alone.
     """
     total = tokens = 0.0
-    widths = WidthParameters.of(cases) if cases else None
-    recalling = install_fitted_recall(cases, widths, k) if widths else nullcontext([])
-    with freeze(model), recalling as recalls:
+    with freeze(model), ExitStack() as stack:
+        recalls: list[FittedRecall] = []
+        if cases:
+            recalling = install_fitted_recall(cases, WidthParameters.of(cases), k)
+            recalls = stack.enter_context(recalling)
         for place, batch in enumerate(data.batches):
             count = int(batch.scored.sum())
             total += count * float(mean_loss(model, recalls, data, place))
