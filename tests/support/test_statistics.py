@@ -163,6 +163,21 @@ def test_chance_is_called_significant_one_time_in_twenty() -> None:
     assert 3 <= found <= 20  # 10 expected
 
 
+@pytest.mark.slow
+def test_few_items_are_surely_less_by_chance_no_more_than_one_time_in_forty() -> None:
+    """Of six items, a plain bootstrap calls it significant in that direction more often."""
+    draw = np.random.default_rng(0)
+    zeros = np.zeros(6)
+    found = [paired_bootstrap(draw.normal(size=6), zeros, 400) for _ in range(1500)]
+    plain = np.mean([one.significant and one.difference < 0 for one in found])
+    sure = np.mean([one.surely_less(6) for one in found])
+    assert sure < 0.03 < 0.045 < plain
+    clear = Comparison(difference=-1.0, low=-1.2, high=-0.8, p=0.01)
+    assert clear.surely_less(6)
+    assert not clear.surely_less(1)
+    assert not Comparison(difference=1.0, low=0.8, high=1.2, p=0.01).surely_less(6)
+
+
 def test_memory_is_bounded() -> None:
     first, second = np.random.default_rng(9).normal(size=(2, 14_000))
     tracemalloc.start()

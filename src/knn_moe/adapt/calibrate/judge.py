@@ -37,7 +37,7 @@ class Judgement:
     @property
     def better(self) -> bool:
         """Whether the memory is significantly better than the model alone."""
-        return self.change.significant and self.change.difference < 0
+        return self.change.surely_less(self.examples)
 
 
 class JudgedRecall(LeaveOneOutRecall):
