@@ -17,8 +17,7 @@ from knn_moe.adapt.calibrate.fit import FitData
 from knn_moe.adapt.calibrate.start import Direction, measure_loss
 
 _DISTANCE: Final = 0.1  # relative to the spread of the layer's logits, as in start.py
-_HARM: Final = 0.03  # share of the loss per token that a layer may add
-_TOKENS: Final = 4096  # read for each layer
+_HARM: Final = 0.01  # share of the loss per token that a layer may add
 
 
 def find_fragile_layers(
@@ -32,11 +31,10 @@ def find_fragile_layers(
         data: Batches and neighbours.
         k: How many neighbours are recalled.
     """
-    part = data.first(_TOKENS)
-    most = measure_loss(model, [], FitData(part.batches, []), k) * (1 + _HARM)
+    most = measure_loss(model, [], FitData(data.batches, []), k) * (1 + _HARM)
     fragile = []
-    for direction, table in zip(directions, part.tables, strict=True):
-        alone = FitData(part.batches, [table])
+    for direction, table in zip(directions, data.tables, strict=True):
+        alone = FitData(data.batches, [table])
         if not measure_loss(model, [direction.at(_DISTANCE)], alone, k) <= most:
             fragile.append(direction.cases.router.layer)
     return fragile

@@ -28,6 +28,7 @@ from knn_moe.reference.windows import Batch, ReferenceTokens
 from knn_moe.support.progress import OnProgress, StepCounter
 
 _WIDTH_PASSES: Final = 2  # over the examples to fit, at most
+_SAMPLE: Final = 4096  # tokens of the examples to fit that settle where values start
 _TRIED_RATES: Final = 3  # of the rates in the config, usually
 # A pass has at least this many steps, of at least this many tokens each.
 _STEPS_A_PASS, _LEAST_TOKENS = 24, 64
@@ -133,7 +134,8 @@ class Calibrator:
         if not self.config.value_rates:
             return ()
         with self.clock.measure("layers tried alone"):
-            fragile = find_fragile_layers(self.model, self.directions, self.data, self.ks[-1])
+            sample = self.data.first(_SAMPLE)
+            fragile = find_fragile_layers(self.model, self.directions, sample, self.ks[-1])
         places = [
             place for place, each in enumerate(self.cases) if each.router.layer in set(fragile)
         ]
@@ -161,7 +163,7 @@ class Calibrator:
     def start(self) -> Start:
         """Where the values start."""
         with self.clock.measure("start of the values"):
-            sample = self.data.first(self.config.judge_tokens)
+            sample = self.data.first(_SAMPLE)
             return choose_start(self.model, self.directions, sample, self.ks[-1])
 
     def try_unchanged(self) -> Trial | None:
