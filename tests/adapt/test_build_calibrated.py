@@ -205,3 +205,29 @@ def test_the_calibrate_command_refuses(
         assert result.exit_code == 2
         assert message in " ".join(result.stderr.split())
     assert sorted(path.read_bytes() for path in sayings_folder.iterdir()) == before
+
+
+@pytest.mark.slow
+def test_layers_that_are_not_used_have_the_papers_step(
+    olmoe: PreTrainedModel, zoo_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A merge forgets the calibration, and they would be used again."""
+    monkeypatch.setattr("knn_moe.adapt.calibrate.trials.find_fragile_layers", lambda *args: [1])
+    memory, found = build_calibrated(olmoe, zoo_tokenizer, sayings(40), BUILD, FEW)
+    assert found.left_out == (1,)
+    small = replace(BUILD, steps=1, learning_rate=0.02, gradient="dense")
+    expected = build_memory(olmoe, zoo_tokenizer, sayings(40), small)
+    torch.testing.assert_close(
+        memory.full_layers()[1].values, expected.full_layers()[1].values, rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.slow
+def test_values_that_stay_are_built_as_the_config_says(
+    olmoe: PreTrainedModel, zoo_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    config = replace(BUILD, steps=2, learning_rate=3.0)
+    kept = replace(FEW, value_rates=())
+    memory, found = build_calibrated(olmoe, zoo_tokenizer, sayings(40), config, kept)
+    assert memory.build == config
+    assert not found.values_trained

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -201,6 +202,12 @@ def test_merging_strangers_is_refused(built: RoutingMemory, zoo_tokenizer: objec
     stranger = build_memory(family("gpt_oss"), zoo_tokenizer, TEXTS)
     with pytest.raises(MemoryMismatchError, match=r"OlmoeForCausalLM.*GptOssForCausalLM"):
         built.merge(stranger)
+    build = replace(built.build, loss="completion")
+    other = replace(built, manifest=replace(built.manifest, build=build))
+    with pytest.raises(
+        MemoryMismatchError, match="lowers the loss of all tokens and the other comp"
+    ):
+        built.merge(other)
 
 
 def test_a_temporary_folder_lives_as_long_as_its_memory(zoo_tokenizer: object) -> None:

@@ -94,7 +94,10 @@ def test_a_calibrated_memory_is_shared_by_its_methods(
     assert knn.method.memory.routing.head is None
     found = alone.method.facts()["calibration"]
     assert found["trials"]
-    assert found == alone.method.memory.manifest.calibration
+    whole = alone.method.memory.manifest.calibration
+    # Not the times: a run is resumed by a memory of the same facts.
+    assert whole.keys() - found.keys() == {"seconds", "seconds_by_part"}
+    assert found.items() <= whole.items()
     assert both.method.facts()["knn-calibrated"]["calibration"] == found
     assert (
         min(alone.seconds, both.seconds, knn.seconds) >= context._cache["memory-calibrated"][1] > 0

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +12,7 @@ import knn_moe.routers.dense_gradients
 from helpers.slow_reference import expert_output
 from helpers.zoo import family, full_batch
 from knn_moe import BuildConfig, find_routers
-from knn_moe.build.optimise import OptimisedLayer, optimise_paths, optimise_routing, summed_loss
+from knn_moe.build.optimise import optimise_routing, summed_loss
 from knn_moe.reference.windows import Batch
 from knn_moe.routers.dense_gradients import Experts, StraightThrough
 from knn_moe.routers.find import Router, block_of
@@ -120,34 +117,3 @@ def test_a_build_step_descends_the_naive_gradient(name: str) -> None:
         assert scale > 1e-3
         torch.testing.assert_close(found, slope, rtol=1e-3, atol=1e-4 * scale)
         assert (slope.abs() > 1e-3 * scale).all(dim=1).any()  # experts not chosen as well
-
-
-@pytest.mark.parametrize("gradient", ["dense", "sparse"])
-def test_paths_of_several_rates_are_those_of_each_and_share_the_first_backward(
-    gradient: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = family("olmoe")
-    routers = find_routers(model)
-    ids = torch.randint(3, 128, (2, TOKENS))
-    batch = full_batch(ids)
-    rates, config = (0.1, 1.0, 5.0), BuildConfig(steps=2, gradient=gradient)
-    found: dict[tuple[float, int], dict[int, OptimisedLayer]] = {}
-    passes = []
-
-    def counted(*arguments: Any) -> Tensor:
-        passes.append(arguments)
-        return summed_loss(*arguments)
-
-    with freeze(model):
-        monkeypatch.setattr("knn_moe.build.optimise.summed_loss", counted)
-        optimise_paths(
-            model, routers, batch, config, rates, lambda r, s, cases: found.update({(r, s): cases})
-        )
-        assert len(passes) == 1 + len(rates)
-        for (rate, step), cases in found.items():
-            one = replace(config, learning_rate=rate, steps=step)
-            alone = optimise_routing(model, routers, batch, one)
-            for layer, case in alone.items():
-                assert torch.equal(case.logits, cases[layer].logits)
-                assert torch.equal(case.inputs, cases[layer].inputs)
-    assert len(found) == 6

@@ -10,7 +10,7 @@ Knows tensors and routers; nothing of text, files or similarity.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -37,8 +37,6 @@ class OptimisedLayer:
 
 
 Layers: TypeAlias = dict[int, OptimisedLayer]
-# (η, the number of steps done, the logits they led to)
-AfterStep: TypeAlias = Callable[[float, int, Layers], None]
 Gradients: TypeAlias = Sequence[Tensor | None]
 
 
@@ -48,19 +46,14 @@ class RoutingLogits:
     def __init__(self, router: Router) -> None:
         self.router = router
         self._inputs = torch.empty(0)
-        self._own: Tensor | None = None
         self._leaf: Tensor | None = None
 
     def __call__(self, inputs: Tensor, logits: Tensor) -> Tensor:
         if self._leaf is None:
             # The first pass is the unmodified model: its router inputs are the keys.
             self._inputs = inputs.detach()
-            self._own = self._leaf = logits.detach().float().requires_grad_()
+            self._leaf = logits.detach().float().requires_grad_()
         return self._leaf.to(logits.dtype)
-
-    def restart(self) -> None:
-        """Return to the router's own logits."""
-        self._leaf = self._own
 
     @property
     def leaf(self) -> Tensor:
@@ -90,21 +83,6 @@ def optimise_routing(
     Raises:
         RouterNotCalledError: The model bypasses a router.
     """
-    return optimise_paths(model, routers, batch, config, [config.learning_rate])
-
-
-def optimise_paths(
-    model: nn.Module,
-    routers: list[Router],
-    batch: Batch,
-    config: BuildConfig,
-    rates: Sequence[float],
-    after_step: AfterStep = lambda rate, step, layers: None,
-) -> Layers:
-    """Optimise the same batch with each η of `rates`; return what the last one led to.
-
-    All of them begin at the model's own logits, so their first steps share one backward pass.
-    """
     layers = [RoutingLogits(router) for router in routers]
     hooks = [
         DenseGradientHook(model, layer.router, layer)
@@ -113,30 +91,18 @@ def optimise_paths(
         for layer in layers
     ]
     with torch.inference_mode(False), torch.enable_grad(), install_hooks(hooks):
-        first: Gradients = []
-        if config.steps:
-            first = _gradients(model, layers, batch)
-        else:
+        if not config.steps:
             with torch.no_grad():
                 summed_loss(model, batch)
-        for rate in rates:
-            for layer in layers:
-                layer.restart()
-            for step in range(1, config.steps + 1):
-                gradients = first if step == 1 else _gradients(model, layers, batch)
-                for layer, gradient in zip(layers, gradients, strict=True):
-                    layer.descend(gradient, rate)
-                after_step(rate, step, _results(layers))
-    return _results(layers)
+        for _ in range(config.steps):
+            for layer, gradient in zip(layers, _gradients(model, layers, batch), strict=True):
+                layer.descend(gradient, config.learning_rate)
+    return {layer.router.layer: layer.result() for layer in layers}
 
 
 def _gradients(model: nn.Module, layers: Sequence[RoutingLogits], batch: Batch) -> Gradients:
     loss = summed_loss(model, batch)
     return torch.autograd.grad(loss, [layer.leaf for layer in layers], allow_unused=True)
-
-
-def _results(layers: Sequence[RoutingLogits]) -> Layers:
-    return {layer.router.layer: layer.result() for layer in layers}
 
 
 def summed_loss(model: nn.Module, batch: Batch) -> Tensor:

@@ -142,10 +142,8 @@ def show_calibration(found: Calibration) -> None:
     print_table("Variants that were tried (* chosen)", columns, tried)
     _show_layers(found)
     if found.left_out:
-        print_note(
-            f"Left out: layer {', '.join(map(str, found.left_out))}. Rerouting it alone makes the "
-            f"model much worse, as where it builds the activation that attention rests on."
-        )
+        layers = ", ".join(map(str, found.left_out))
+        print_note(f"Left out, because rerouting it alone harms the model: layer {layers}.")
     judged = found.judgement
     print_note(
         f"On {judged.examples} held-out examples ({judged.tokens:,} tokens), the loss goes from "

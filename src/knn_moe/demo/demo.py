@@ -158,7 +158,8 @@ def _report(on_progress: OnProgress, prefix: str, progress: Progress) -> None:
 def render_demo(result: DemoResult) -> str:
     """Return the demo's report: the page of its runs, with a story and passages."""
     alone, _, calibrated, control = result.lines
-    first, memory = result.runs[0].facts, result.runs[2].facts["method_facts"]
+    first = result.runs[0].facts
+    layers = len(result.runs[2].facts["routing"]["mean_confidence"])
     headline = (
         f"With the calibrated memory, perplexity {_describe_move(alone, calibrated)}. With a "
         f"control, the same memory with its values shuffled, it {_describe_move(alone, control)}."
@@ -167,7 +168,7 @@ def render_demo(result: DemoResult) -> str:
         f"The model is {result.model}. Both memories were built from {result.reference_tokens:,} "
         f"tokens of {result.text.reference_name}, and tested on {result.test_tokens:,} tokens of "
         f"{result.text.test_name}, in windows of {first['settings']['length']}. No weight was "
-        f"changed: in each of {len(memory['gamma'])} layers the router recalls the nearest cases "
+        f"changed: in each of {layers} layers the router recalls the nearest cases "
         f"of the memory and moves its choice of experts towards the one that would have served "
         f"them better."
     )

@@ -398,16 +398,18 @@ def _check_mergeable(first: RoutingMemory, other: RoutingMemory) -> None:
             f"These memories belong to different models, {first.base_model} and "
             f"{other.base_model}, and cannot be merged."
         )
-    if first.build.tokens != other.build.tokens:
-        raise MemoryMismatchError(
-            f"One of these memories keeps {first.build.tokens} tokens and the other "
-            f"{other.build.tokens} tokens. Build them alike to merge them."
-        )
-    mine, theirs = (
+    for name, verb in (("tokens", "keeps"), ("loss", "lowers the loss of")):
+        mine, theirs = (getattr(each.build, name) or each.build.tokens for each in (first, other))
+        if mine != theirs:
+            raise MemoryMismatchError(
+                f"One of these memories {verb} {mine} tokens and the other {theirs} tokens. Build "
+                f"them alike to merge them."
+            )
+    shapes, others = (
         {index: layer.shape for index, layer in memory.layers.items()} for memory in (first, other)
     )
-    if mine != theirs:
+    if shapes != others:
         raise MemoryMismatchError(
-            f"These memories hold different layers or precisions ({sorted(mine)} and "
-            f"{sorted(theirs)}) and cannot be merged. Build them alike."
+            f"These memories hold different layers or precisions ({sorted(shapes)} and "
+            f"{sorted(others)}) and cannot be merged. Build them alike."
         )

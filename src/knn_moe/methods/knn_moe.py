@@ -41,7 +41,7 @@ class KnnMoe(Method):
         seed, calibration = manifest.random_seed, manifest.calibration
         return {
             **({} if seed is None else {"random_seed": seed}),
-            **({} if calibration is None else {"calibration": calibration}),
+            **({} if calibration is None else {"calibration": _without_times(calibration)}),
             "cases": len(self.memory),
             # γ depends on all keys of a layer, so it tells memories apart.
             "gamma": {str(place): layer.gamma for place, layer in self.memory.layers.items()},
@@ -61,6 +61,11 @@ class KnnMoe(Method):
                 "rerouted": {str(layer): x.changed for layer, x in stats.items()},
             }
         }
+
+
+def _without_times(calibration: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out how long it took: a run is resumed by a memory of the same facts."""
+    return {name: fact for name, fact in calibration.items() if not name.startswith("seconds")}
 
 
 def prepare_knn(context: TaskContext) -> KnnMoe:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 
 from knn_moe.adapt.calibrate.calibrate import calibrating, conclude
 from knn_moe.adapt.calibrate.clock import Clock
 from knn_moe.adapt.calibrate.result import Calibration, TokenChoice, write_calibrated
-from knn_moe.adapt.calibrate.search import Search
+from knn_moe.adapt.calibrate.search import Search, no_finite_loss
 from knn_moe.adapt.calibrate.trials import Calibrator
 from knn_moe.build.build import build_memory, reference_tokens
 from knn_moe.build.optimise import optimise_routing
-from knn_moe.config import BuildConfig, CalibrationConfig
+from knn_moe.config import PRESETS, BuildConfig, CalibrationConfig
 from knn_moe.errors import UnsupportedModelError
 from knn_moe.inference.attach import check_free
 from knn_moe.memory.files import refuse_existing
@@ -28,7 +28,10 @@ from knn_moe.reference.windows import ReferenceTokens, make_batch
 from knn_moe.routers.find import find_routers
 from knn_moe.routers.grouped_experts import use_grouped_experts
 from knn_moe.routers.model_state import freeze, input_device, uncompiled
+from knn_moe.routers.own_logits import compute_own_logits
 from knn_moe.support.progress import OnProgress, ignore_progress
+
+PAPER_STEP: Final = PRESETS["paper"]["build"]["learning_rate"]
 
 
 def build_calibrated(
@@ -46,13 +49,14 @@ def build_calibrated(
     One gradient step gives each case a direction; how far to go is calibrated. Examples with a
     prompt are judged by their completions, and it is chosen which tokens become cases and whose
     loss is lowered, unless `config` says so. A kill during calibration leaves the memory as it was
-    built in `folder`, where there was nothing to choose among.
+    built in `folder`; where there are tokens to choose among, it leaves nothing.
 
     Args:
         model: A Hugging Face MoE model.
         tokenizer: Its tokenizer.
         examples: A file, or any iterable of examples; see `load_examples`.
-        config: What is not chosen: windows and batches, and tokens if not all.
+        config: What is not chosen: windows and batches, and tokens if not all. How to build, too,
+            where values are to stay (`CalibrationConfig(value_rates=())`).
         calibration: How to calibrate.
         folder: As in `build_memory`.
         on_progress: Called after each step of all stages.
@@ -65,7 +69,7 @@ def build_calibrated(
         CalibrationError: There are too few examples.
         BuildError, ReferenceSetError, ModelTooLargeError: As in `build_memory`.
     """
-    started = time.monotonic()
+    started, clock = time.monotonic(), Clock()
     calibration = calibration or CalibrationConfig()
     model = uncompiled(model)
     if folder is not None:
@@ -74,37 +78,72 @@ def build_calibrated(
     listed, config = list(iter_examples(examples)), config or BuildConfig()
     judged = reference_tokens(model, tokenizer, listed, replace(config, loss="completion"))
     split(judged, calibration)  # refuses too few examples before anything is built
-    config = replace(config, steps=1, learning_rate=1.0, gradient=_find_gradient(model, judged))
+    if calibration.value_rates:
+        config = replace(config, steps=1, learning_rate=1.0, gradient=_find_gradient(model, judged))
     choices = _list_choices(config, judged)
-    best: Search | None = None
-    tried: list[TokenChoice] = []
-    clock = Clock()
-    for choice in choices:
-        alone = folder if len(choices) == 1 else None
+
+    def begin(choice: BuildConfig) -> Search:
         with clock.measure("built"):
             memory = build_memory(
-                model, tokenizer, listed, choice, folder=alone, on_progress=on_progress
+                model,
+                tokenizer,
+                listed,
+                choice,
+                folder=folder if len(choices) == 1 else None,
+                on_progress=on_progress,
             )
         reference = reference_tokens(model, tokenizer, listed, choice)
         with calibrating(model, memory, calibration):
             search = Search(Calibrator(model, memory, reference, calibration, on_progress, judged))
             search.begin()
-        loss = search.best.judgement.loss
-        tried.append(TokenChoice(choice.tokens, choice.loss or choice.tokens, loss))
-        if best is None or loss < best.best.judgement.loss:
-            best = search  # the others' cases are dropped
-    assert best is not None
-    memory = best.calibrator.memory
+        return search
+
+    search, tried = _choose_tokens(choices, begin)
+    memory = search.calibrator.memory
     with calibrating(model, memory, calibration):
-        best.run()
-        found = conclude(best, started)
-    tried.sort(key=lambda each: each.loss)
-    found = replace(
-        found,
-        token_choices=tuple(tried) if len(tried) > 1 else (),
-        seconds_by_part={**clock.seconds, **found.seconds_by_part},
-    )
+        search.run()
+        found = conclude(search, started)
+        memory = _shorten_unused(model, memory, found)
+    seconds = {**clock.seconds, **found.seconds_by_part}
+    found = replace(found, token_choices=tried, seconds_by_part=seconds)
     return _write(found.apply(memory), memory, folder), found
+
+
+def _choose_tokens(
+    choices: Sequence[BuildConfig], begin: Callable[[BuildConfig], Search]
+) -> tuple[Search, tuple[TokenChoice, ...]]:
+    """Begin with each choice of tokens; return the best search, and all choices, best first.
+
+    Only the best search is kept: each holds a memory.
+    """
+    best: Search | None = None
+    tried: list[TokenChoice] = []
+    for choice in choices:
+        search = begin(choice)
+        if search.has_trial or len(choices) == 1:
+            loss = search.best.judgement.loss
+            tried.append(TokenChoice(choice.tokens, choice.loss or choice.tokens, loss))
+            if best is None or loss < best.best.judgement.loss:
+                best = search
+        del search
+    if best is None:
+        raise no_finite_loss()
+    return best, tuple(sorted(tried, key=lambda each: each.loss)) if len(choices) > 1 else ()
+
+
+def _shorten_unused(model: nn.Module, memory: RoutingMemory, found: Calibration) -> RoutingMemory:
+    """Give layers that are not used the paper's small step: they may be used after a merge."""
+    if memory.build.learning_rate <= PAPER_STEP:
+        return memory
+    unused = set(memory.layers) if not found.helps else set(found.left_out)
+    layers = memory.full_layers()
+    for router in find_routers(model):
+        if router.layer in unused & layers.keys():
+            layer = layers[router.layer]
+            own = compute_own_logits(router, layer.keys)
+            values = own + PAPER_STEP / memory.build.learning_rate * (layer.values - own)
+            layers[router.layer] = replace(layer, values=values)
+    return replace(memory, layers=layers, folder=None) if unused else memory
 
 
 def _find_gradient(model: nn.Module, reference: ReferenceTokens) -> str:
@@ -142,5 +181,5 @@ def _write(
         return calibrated
     if built.folder is not None and built.folder.resolve() == Path(folder).resolve():
         return write_calibrated(calibrated, Path(folder))
-    calibrated.save_pretrained(folder)
+    calibrated.save_pretrained(folder, overwrite=True)  # what was built there, if anything
     return RoutingMemory.from_pretrained(folder, verify=False)

@@ -1,10 +1,11 @@
 """Calibrate a memory on its own reference set: choose neighbours, widths, values and layers.
 
-On one part of the examples the values are trained, and the widths of every layer with them, at
-several rates (values.py); the start of the values is chosen before (start.py). By a second part the
-best of these trials is chosen. On a third part, which nothing was fitted or chosen by, it is judged
-against the model alone. If the memory is not significantly better there, calibration turns it off:
-every confidence factor becomes 0.
+On one part of the examples, layers that must not be rerouted are found (fragile_layers.py), it is
+chosen how far values start from the router's own logits (start.py), widths are fitted (fit.py), and
+values are trained at several rates (values.py). By a second part the best of these trials is
+chosen. On a third part, which nothing was fitted or chosen by, it is judged against the model
+alone. If the memory is not surely better there, calibration turns it off: every confidence factor
+becomes 0.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ import torch
 from torch import nn
 
 from knn_moe.adapt.calibrate.result import Calibration
-from knn_moe.adapt.calibrate.search import Search
+from knn_moe.adapt.calibrate.search import Search, no_finite_loss
 from knn_moe.adapt.calibrate.trials import Calibrator
+from knn_moe.adapt.calibrate.widths import DivergedError
 from knn_moe.build.build import reference_tokens
 from knn_moe.config import CalibrationConfig
 from knn_moe.errors import CalibrationError, ConfigError
@@ -105,7 +107,10 @@ def calibrating(
 def conclude(search: Search, started: float) -> Calibration:
     """Judge the best trial, choose a head, train on all examples, and return what was found."""
     calibrator, best = search.calibrator, search.best
-    judged = calibrator.judge(best)
+    try:
+        judged = calibrator.judge(best)
+    except DivergedError:
+        raise no_finite_loss() from None
     wanted = calibrator.config.head
     head = calibrator.choose_head(best, routed=judged.better) if wanted else None
     last = calibrator.train_on_all(best) if judged.better else best.turned_off()
@@ -119,7 +124,7 @@ def conclude(search: Search, started: float) -> Calibration:
         update_scale=last.update_scale,
         values_trained=last.training is not None,
         start=calibrator.start.losses if calibrator.config.value_rates else {},
-        left_out=calibrator.left_out,
+        left_out=() if best.cases is calibrator.all_cases else calibrator.left_out,
         head=head,
         seconds=time.monotonic() - started,
         seconds_by_part=calibrator.clock.seconds,
@@ -130,6 +135,11 @@ def _read_reference(
     model: nn.Module, memory: RoutingMemory, examples: Iterable[ExampleLike] | None, tokenizer: Any
 ) -> ReferenceTokens:
     if examples is None:
+        if memory.build.tokens == "all" and memory.build.loss == "completion":
+            raise CalibrationError(
+                f"{memory!r} was built for its completions, and does not say where they begin. "
+                f"Give its examples."
+            )
         reference = memory.reference_tokens()
     elif tokenizer is None:
         raise ConfigError("calibrate needs the tokenizer to read examples: pass tokenizer=….")

@@ -8,7 +8,7 @@ cases that would have become nearer are left out. Judging (judge.py) looks up ag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
@@ -30,6 +30,7 @@ from knn_moe.routers.intercept import RouterHook
 from knn_moe.routers.model_state import freeze, input_device, install_hooks
 
 _RATE: Final = 0.1  # of Adam, falling to 0
+_LEAST_WINDOWS: Final = 6  # of a sample
 _TOKENS: Final = 1024  # compared with their neighbours at a time
 
 
@@ -91,17 +92,18 @@ class FitData(NamedTuple):
     batches: Sequence[Batch]
     tables: Sequence[NeighbourTable]
 
-    def first(self, most_tokens: int) -> FitData:
-        """Keep batches from the front: `most_tokens` tokens, but at least one batch."""
-        tokens = torch.tensor([int(batch.real.sum()) for batch in self.batches]).cumsum(0)
-        count = 1 + int((tokens[:-1] < most_tokens).sum())
-        return FitData(self.batches[:count], self.tables)
-
-    def without(self, places: Iterable[int]) -> FitData:
-        """Leave out the neighbours of some layers, by their places."""
-        left = set(places)
-        kept = [table for place, table in enumerate(self.tables) if place not in left]
-        return FitData(self.batches, kept)
+    def sample(self, tokens: int) -> FitData:
+        """Draw batches at random until they hold so many tokens, and six windows."""
+        drawn: list[int] = []
+        held = windows = 0
+        for place in batch_order(len(self.batches), len(self.batches)):
+            if held >= tokens and windows >= _LEAST_WINDOWS:
+                break
+            drawn.append(place)
+            held += int(self.batches[place].real.sum())
+            windows += len(self.batches[place].ids)
+        tables = [NeighbourTable([table.rows[place] for place in drawn]) for table in self.tables]
+        return FitData([self.batches[place] for place in drawn], tables)
 
     def extend(self, more: FitData) -> FitData:
         """Append `more` without looking anything up again."""

@@ -17,7 +17,7 @@ from knn_moe.adapt.calibrate.fit import FitData
 from knn_moe.adapt.calibrate.start import Direction, measure_loss
 
 _DISTANCE: Final = 0.1  # relative to the spread of the layer's logits, as in start.py
-_HARM: Final = 0.01  # share of the loss per token that a layer may add
+_HARM: Final = 0.02  # share of the loss per token that a layer may add
 
 
 def find_fragile_layers(

@@ -76,6 +76,11 @@ class Baseline:
         tokens = [batch.scored.sum(dim=1).double() for batch in batches]
         return Baseline(batches, torch.cat(losses), torch.cat(tokens))
 
+    @property
+    def examples(self) -> int:
+        """The number of examples that have a scored token."""
+        return len(self.sum_by_example(self.tokens)[0])
+
     def compare(self, losses: Tensor, against: Tensor) -> Comparison:
         """Compare losses per token, example by example. Shapes: [lines], summed over a line."""
         ours, theirs, tokens = self.sum_by_example(losses, against, self.tokens)

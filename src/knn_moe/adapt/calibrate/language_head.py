@@ -46,13 +46,14 @@ class HeadChoice:
     config: HeadConfig
     change: Comparison  # what is used with the head, against the model alone
     added: Comparison  # against what is used without the head
+    examples: int = 0  # to judge by
     tried: tuple[HeadTrial, ...] = ()
     keys: HeadKeys | None = field(default=None, repr=False)  # where the head looks up hidden states
 
     @property
     def helps(self) -> bool:
-        """Whether the head is significantly better than doing without it."""
-        return self.added.significant and self.added.difference < 0
+        """Whether the head is surely better than doing without it."""
+        return self.added.surely_less(self.examples)
 
     def report(self) -> dict[str, Any]:
         """Return the findings as a memory's config keeps them."""
@@ -273,6 +274,7 @@ def choose_head(
         config,
         change=judge.compare(with_head, judge.losses),
         added=judge.compare(with_head, without),
+        examples=judge.examples,
         tried=tuple(tried),
         keys=readers[config.alone].stored if config.keys == "hidden" else None,
     )

@@ -79,7 +79,7 @@ class Calibration:
             "chosen": self.chosen,
             "trials": [asdict(trial) for trial in self.trials],
             "distances": {str(layer): asdict(one) for layer, one in self.distances.items()},
-            "update_scale": {str(layer): round(x, 4) for layer, x in self.update_scale.items()},
+            "update_scale": {str(layer): _round(x) for layer, x in self.update_scale.items()},
             "values_trained": self.values_trained,
             "head": self.head.report() if self.head else None,
             "start": {f"{distance:g}": round(loss, 6) for distance, loss in self.start.items()},
@@ -103,6 +103,10 @@ class Calibration:
         }
         manifest = replace(manifest, values_trained=True)
         return replace(memory, manifest=manifest, layers=layers, folder=None)
+
+
+def _round(number: float) -> float:
+    return float(f"{number:.4g}")
 
 
 def write_calibrated(memory: RoutingMemory, folder: Path) -> RoutingMemory:

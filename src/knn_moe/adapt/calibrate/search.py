@@ -12,6 +12,14 @@ from knn_moe.errors import CalibrationError
 _ENOUGH: Final = 0.98  # share of the best gain at which fewer neighbours are preferred
 
 
+def no_finite_loss() -> CalibrationError:
+    """Return the error of a memory that cannot be used at all."""
+    return CalibrationError(
+        "No way to use this memory gave the model a finite loss: its values or the model may "
+        "overflow. Build it with smaller steps, or use another dtype."
+    )
+
+
 class Search:
     """The trials of one memory: the best so far, and the numbers of all of them.
 
@@ -23,6 +31,7 @@ class Search:
         self.summaries: list[TrialSummary] = []
         self.rates = sorted(calibrator.config.value_rates)
         self._best: Trial | None = None
+        self._begun = False
         self._widths: Trial | None = None  # the fit from which values are trained
         self._losses: dict[int, float] = {}  # by place among the rates
 
@@ -34,16 +43,19 @@ class Search:
             CalibrationError: There is none.
         """
         if self._best is None:
-            raise CalibrationError(
-                "No way to use this memory gave the model a finite loss: its values or the model "
-                "may overflow. Build it with smaller steps, or use another dtype."
-            )
+            raise no_finite_loss()
         return self._best
+
+    @property
+    def has_trial(self) -> bool:
+        """Whether there is a trial with a finite loss."""
+        return self._best is not None
 
     def begin(self) -> None:
         """Make the first trials, by which memories can be compared: widths for the largest K, then
         values at the middle rate."""
-        if not self.summaries:
+        if not self._begun:
+            self._begun = True
             self._widths = self.calibrator.try_widths(self.calibrator.ks[-1])
             self._offer(self._widths)
         if self.rates:

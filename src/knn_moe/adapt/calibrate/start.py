@@ -25,7 +25,6 @@ from knn_moe.adapt.calibrate.fit import (
     mean_loss,
 )
 from knn_moe.adapt.calibrate.widths import WidthParameters
-from knn_moe.errors import CalibrationError
 from knn_moe.routers.model_state import freeze
 from knn_moe.routers.own_logits import compute_own_logits
 
@@ -44,21 +43,12 @@ class Start:
 
 
 def choose_start(model: nn.Module, directions: Sequence[Direction], data: FitData, k: int) -> Start:
-    """Try every distance on `data`.
-
-    Raises:
-        CalibrationError: No distance gives a finite loss.
-    """
+    """Try every distance on `data`."""
     losses = {
         distance: measure_loss(model, [each.at(distance) for each in directions], data, k)
         for distance in DISTANCES
     }
     best = min(losses, key=lambda distance: losses[distance])
-    if not math.isfinite(losses[best]):
-        raise CalibrationError(
-            "No way to use this memory gave the model a finite loss: its values or the model may "
-            "overflow. Build it with smaller steps, or use another dtype."
-        )
     spreads = [each.spread for each in directions]
     return Start([each.at(best) for each in directions], spreads, best, losses)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import compress
 from typing import Final, NamedTuple
 
 from torch import Tensor, nn
@@ -123,6 +124,7 @@ class Calibrator:
         with self.clock.measure("neighbours looked up"):
             self.data = look_up_neighbours(model, self.cases, batches, self.ks[-1])
         self.all_cases = self.cases
+        self.directions: list[Direction] = []  # what the build changed, in each layer
         self.left_out = self._leave_out_fragile()
         self.choosing = Baseline.of(model, self._judge_batches(self.splits.choose))
 
@@ -134,16 +136,15 @@ class Calibrator:
         if not self.config.value_rates:
             return ()
         with self.clock.measure("layers tried alone"):
-            sample = self.data.first(_SAMPLE)
+            self.directions = [Direction.of(each) for each in self.cases]
+            sample = self.data.sample(_SAMPLE)
             fragile = find_fragile_layers(self.model, self.directions, sample, self.ks[-1])
-        places = [
-            place for place, each in enumerate(self.cases) if each.router.layer in set(fragile)
-        ]
-        if not places or len(places) == len(self.cases):
+        if len(fragile) in (0, len(self.cases)):
             return ()
-        self.cases = [each for place, each in enumerate(self.cases) if place not in places]
-        self.directions = [Direction.of(each) for each in self.cases]
-        self.data = self.data.without(places)
+        kept = [each.router.layer not in fragile for each in self.cases]
+        self.cases = list(compress(self.cases, kept))
+        self.directions = list(compress(self.directions, kept))
+        self.data = FitData(self.data.batches, list(compress(self.data.tables, kept)))
         return tuple(fragile)
 
     def _expect_steps(self, batches: int) -> int:
@@ -155,15 +156,10 @@ class Calibrator:
         return self.steps + self.config.passes * (trials * batches + everything)
 
     @cached_property
-    def directions(self) -> Sequence[Direction]:
-        """What the build changed, in each layer."""
-        return [Direction.of(each) for each in self.cases]
-
-    @cached_property
     def start(self) -> Start:
         """Where the values start."""
         with self.clock.measure("start of the values"):
-            sample = self.data.first(_SAMPLE)
+            sample = self.data.sample(_SAMPLE)
             return choose_start(self.model, self.directions, sample, self.ks[-1])
 
     def try_unchanged(self) -> Trial | None:
