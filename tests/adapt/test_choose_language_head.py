@@ -15,12 +15,18 @@ from helpers.commands import run_cli
 from helpers.zoo import BUILD, make_texts
 from knn_moe import HeadConfig, RoutingMemory, attach, build_memory, calibrate
 from knn_moe.adapt.calibrate.judge import Baseline, Judgement
-from knn_moe.adapt.calibrate.language_head import HeadReader, NextTokens, choose_head
+from knn_moe.adapt.calibrate.language_head import (
+    HeadChoice,
+    HeadReader,
+    NextTokens,
+    choose_head,
+)
 from knn_moe.adapt.calibrate.result import write_calibrated
 from knn_moe.equations.next_token import KS
 from knn_moe.memory.head_keys import HeadKeys
 from knn_moe.reference.provenance import owners
 from knn_moe.reference.splits import split
+from knn_moe.support.statistics import Comparison
 
 
 @pytest.mark.slow
@@ -44,6 +50,29 @@ def test_a_head_helps_on_unseen_text(
     assert both - alone == pytest.approx(head.change.difference, abs=0.3)
     assert both - routed == pytest.approx(head.added.difference, abs=0.3)
     assert chosen.report()["head"]["config"]["k"] in KS
+
+
+@pytest.mark.slow
+def test_hidden_states_are_those_of_the_model_as_it_will_be_used(
+    olmoe: PreTrainedModel, zoo_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values are trained on all examples after the head was chosen, which moves hidden states."""
+    config = replace(BUILD, gradient="dense", steps=5, learning_rate=20.0)
+    memory = build_memory(olmoe, zoo_tokenizer, sayings(40), config)
+    gain = Comparison(difference=-1.0, low=-1.1, high=-0.9, p=0.001)
+    head = HeadConfig(keys="hidden", k=16)
+    sure = HeadChoice(head, change=gain, added=gain, examples=20)
+    monkeypatch.setattr("knn_moe.adapt.calibrate.trials.choose_head", lambda *_, **__: sure)
+    found = calibrate(olmoe, memory, config=replace(QUICK, neighbours=(4,), head=True))
+    assert found.values_trained
+    assert found.head is not None
+    assert found.head.keys is not None
+    after = replace(found.apply(memory), head_keys=None)
+    routing = replace(found.routing, head=None)
+    expected = HeadReader(olmoe, open_cases(olmoe, after), after, routing).stored
+    torch.testing.assert_close(found.head.keys.tensors["keys"], expected.tensors["keys"])
+    before = HeadReader(olmoe, open_cases(olmoe, memory), memory, routing).stored
+    assert not torch.allclose(found.head.keys.tensors["keys"], before.tensors["keys"])
 
 
 def test_no_head_is_chosen_unless_wanted(

@@ -114,6 +114,8 @@ def conclude(search: Search, started: float) -> Calibration:
     wanted = calibrator.config.head
     head = calibrator.choose_head(best, routed=judged.better) if wanted else None
     last = calibrator.train_on_all(best) if judged.better else best.turned_off()
+    if head and head.helps and last.routing is not best.routing:
+        head = calibrator.read_head_keys(head, last)
     return Calibration(
         routing=replace(last.routing, head=head.config if head and head.helps else None),
         judgement=judged,

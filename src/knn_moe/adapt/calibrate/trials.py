@@ -14,7 +14,7 @@ from knn_moe.adapt.calibrate.clock import Clock
 from knn_moe.adapt.calibrate.fit import FitCases, FitData, fit_widths, look_up_neighbours
 from knn_moe.adapt.calibrate.fragile_layers import find_fragile_layers
 from knn_moe.adapt.calibrate.judge import Baseline, Judgement, judge
-from knn_moe.adapt.calibrate.language_head import HeadChoice, choose_head
+from knn_moe.adapt.calibrate.language_head import HeadChoice, HeadReader, choose_head
 from knn_moe.adapt.calibrate.result import Distances, TrialSummary
 from knn_moe.adapt.calibrate.start import Direction, Start, choose_start
 from knn_moe.adapt.calibrate.values import ValueTraining, train_values
@@ -259,6 +259,15 @@ class Calibrator:
         parts, routing = (self.choosing, self.judging), trial.routing
         with self.clock.measure("head"):
             return choose_head(self.model, trial.cases, self.memory, routing, parts, routed=routed)
+
+    def read_head_keys(self, head: HeadChoice, trial: Trial) -> HeadChoice:
+        """Read the hidden states that a head looks up again, with the routing of `trial`."""
+        if head.config.keys != "hidden" or head.config.alone:
+            return head
+        routing = replace(trial.routing, head=None)
+        with self.clock.measure("head"):
+            reader = HeadReader(self.model, trial.cases, self.memory, routing)
+        return replace(head, keys=reader.stored)
 
     def distances(self, k: int) -> dict[int, Distances]:
         """Return the mean distances to the nearest, and to the last of k neighbours."""
