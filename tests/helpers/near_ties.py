@@ -82,3 +82,25 @@ def _assert_apart(name: str, ascending: Tensor, k: int) -> None:
         f"Near tie in the test's data at token {worst}, {name}: {float(ascending[worst, k - 1])} "
         f"and {float(ascending[worst, k])}. Take other data."
     )
+
+
+@torch.no_grad()
+def is_steady(model: nn.Module, ids: Tensor) -> bool:
+    """Tell whether rounding leaves the model's logits as they are. Shapes: ids [B, T].
+
+    Weights are moved by more than rounding moves numbers: at a tie of two experts, or at a
+    threshold of the gating, some logits then jump.
+    """
+    expected = model(ids, use_cache=False).logits
+    generator = torch.Generator().manual_seed(0)
+    moved = [weight for weight in model.parameters() if weight.dtype.is_floating_point]
+    before = [weight.clone() for weight in moved]
+    steady = True
+    for _ in range(4):
+        for weight, own in zip(moved, before, strict=True):
+            weight.copy_(own * (1 + 2e-6 * torch.randn(own.shape, generator=generator)))
+        change = model(ids, use_cache=False).logits - expected
+        steady = steady and float(change.abs().max()) < 2e-3
+    for weight, own in zip(moved, before, strict=True):
+        weight.copy_(own)
+    return steady
