@@ -17,6 +17,7 @@ from helpers.zoo import BUILD, family
 from knn_moe import RoutingMemory, attach, build_memory
 from knn_moe.adapt.calibrate.build_calibrated import build_calibrated
 from knn_moe.adapt.calibrate.fit import FitData, look_up_neighbours
+from knn_moe.adapt.calibrate.judge import Judgement
 from knn_moe.adapt.calibrate.start import DISTANCES, choose_start
 from knn_moe.adapt.calibrate.trials import Calibrator
 from knn_moe.adapt.calibrate.values import train_values
@@ -220,6 +221,25 @@ def test_layers_that_are_not_used_have_the_papers_step(
     torch.testing.assert_close(
         memory.full_layers()[1].values, expected.full_layers()[1].values, rtol=1e-4, atol=1e-5
     )
+
+
+@pytest.mark.slow
+def test_a_memory_that_is_turned_off_is_one_of_the_papers_step(
+    olmoe: PreTrainedModel,
+    zoo_tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(Judgement, "better", False)
+    folder = tmp_path / "memory"
+    memory, found = build_calibrated(olmoe, zoo_tokenizer, sayings(40), BUILD, FEW, folder=folder)
+    assert not found.helps
+    assert memory.build.learning_rate == 0.02
+    expected = build_memory(olmoe, zoo_tokenizer, sayings(40), memory.build)
+    for index, layer in RoutingMemory.from_pretrained(folder).full_layers().items():
+        torch.testing.assert_close(
+            layer.values, expected.full_layers()[index].values, rtol=1e-4, atol=1e-5
+        )
 
 
 @pytest.mark.slow

@@ -92,7 +92,8 @@ def build_calibrated(
                 folder=folder if len(choices) == 1 else None,
                 on_progress=on_progress,
             )
-        reference = reference_tokens(model, tokenizer, listed, choice)
+        completions = (choice.loss or choice.tokens) == "completion"
+        reference = judged if completions else memory.reference_tokens()
         with calibrating(model, memory, calibration):
             search = Search(Calibrator(model, memory, reference, calibration, on_progress, judged))
             search.begin()
@@ -103,7 +104,8 @@ def build_calibrated(
     with calibrating(model, memory, calibration):
         search.run()
         found = conclude(search, started)
-        memory = _shorten_unused(model, memory, found)
+        if calibration.value_rates:
+            memory = _shorten_unused(model, memory, found)
     seconds = {**clock.seconds, **found.seconds_by_part}
     found = replace(found, token_choices=tried, seconds_by_part=seconds)
     return _write(found.apply(memory), memory, folder), found
@@ -133,17 +135,21 @@ def _choose_tokens(
 
 def _shorten_unused(model: nn.Module, memory: RoutingMemory, found: Calibration) -> RoutingMemory:
     """Give layers that are not used the paper's small step: they may be used after a merge."""
-    if memory.build.learning_rate <= PAPER_STEP:
+    unused = set(found.left_out) if found.helps else set(memory.layers)
+    if not unused:
         return memory
-    unused = set(memory.layers) if not found.helps else set(found.left_out)
     layers = memory.full_layers()
     for router in find_routers(model):
-        if router.layer in unused & layers.keys():
+        if router.layer in unused:
             layer = layers[router.layer]
             own = compute_own_logits(router, layer.keys)
             values = own + PAPER_STEP / memory.build.learning_rate * (layer.values - own)
             layers[router.layer] = replace(layer, values=values)
-    return replace(memory, layers=layers, folder=None) if unused else memory
+    manifest = memory.manifest
+    if not found.helps:  # then this is a memory of that step
+        build = replace(memory.build, learning_rate=PAPER_STEP)
+        manifest = replace(manifest, build=build)
+    return replace(memory, layers=layers, manifest=manifest, folder=None)
 
 
 def _find_gradient(model: nn.Module, reference: ReferenceTokens) -> str:
