@@ -161,6 +161,8 @@ class RoutingConfig:
     confidence_factor: float = 1.0  # multiplies λ; 0: the router alone
     per_layer: tuple[LayerRouting, ...] = ()  # replaces the three fields above for these layers
     layers: tuple[int, ...] | None = None  # None: every layer the memory has
+    # Leave the first token of each sequence to the router: attention may rest on it.
+    spare_first_token: bool = False
     stats: bool = True  # count tokens whose experts changed, for `stats()`
     # A config, or a kind of index by name. None: exact, or the index of a compressed memory.
     index: IndexConfig | None = None

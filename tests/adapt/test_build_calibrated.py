@@ -209,21 +209,6 @@ def test_the_calibrate_command_refuses(
 
 
 @pytest.mark.slow
-def test_layers_that_are_not_used_have_the_papers_step(
-    olmoe: PreTrainedModel, zoo_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A merge forgets the calibration, and they would be used again."""
-    monkeypatch.setattr("knn_moe.adapt.calibrate.trials.find_fragile_layers", lambda *args: [1])
-    memory, found = build_calibrated(olmoe, zoo_tokenizer, sayings(40), BUILD, FEW)
-    assert found.left_out == (1,)
-    small = replace(BUILD, steps=1, learning_rate=0.02, gradient="dense")
-    expected = build_memory(olmoe, zoo_tokenizer, sayings(40), small)
-    torch.testing.assert_close(
-        memory.full_layers()[1].values, expected.full_layers()[1].values, rtol=1e-4, atol=1e-5
-    )
-
-
-@pytest.mark.slow
 def test_a_memory_that_is_turned_off_is_one_of_the_papers_step(
     olmoe: PreTrainedModel,
     zoo_tokenizer: PreTrainedTokenizerFast,

@@ -172,8 +172,9 @@ def test_only_the_layers_that_the_memory_is_used_on_by_force_for_another_model(
     assert partly.routing.layers == (1,)
 
 
+@pytest.mark.parametrize("sparing", [False, True])
 def test_judging_is_what_attaching_does(
-    olmoe: PreTrainedModel, zoo_tokenizer: PreTrainedTokenizerFast
+    sparing: bool, olmoe: PreTrainedModel, zoo_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     """For examples that are not in the memory, where there is nothing to leave out."""
     memory = build_memory(olmoe, zoo_tokenizer, make_texts(20), BUILD)
@@ -181,7 +182,7 @@ def test_judging_is_what_attaching_does(
         LayerRouting(layer=layer, gamma_scale=0.5, confidence_scale=0.2, confidence_factor=0.8)
         for layer in memory.layers
     )
-    routing = RoutingConfig(k=3, per_layer=widths)
+    routing = RoutingConfig(k=3, per_layer=widths, spare_first_token=sparing)
     others = build_memory(olmoe, zoo_tokenizer, make_texts(24, seed=1), BUILD)
     batches = list(split(others.reference_tokens(), QUICK).judge.batches(64))
     judged = judge(olmoe, open_cases(olmoe, memory), Baseline.of(olmoe, batches), routing)

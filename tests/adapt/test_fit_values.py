@@ -170,3 +170,29 @@ def test_values_are_trained_through_all_experts(zoo_tokenizer: PreTrainedTokeniz
         step, _ = own_steps(cases[-1], trained[-1], recalled)
         moved[gradient] = float((step[recalled].abs() > 0.01).float().mean())
     assert moved["sparse"] < 0.95 * moved["dense"]
+
+
+def test_first_tokens_are_left_to_the_router(
+    olmoe: PreTrainedModel, sayings_memory: RoutingMemory
+) -> None:
+    """Cases that only first tokens recall may have any value."""
+    cases = open_cases(olmoe, sayings_memory)
+    data = look_up(olmoe, sayings_memory, cases)
+    data = FitData(data.batches[:1], data.tables)
+    first = data.batches[0].first_tokens
+    assert int(first.sum()) == len(data.batches[0].ids)
+    widths = tuple(LayerRouting(layer=each.router.layer, confidence_factor=0.9) for each in cases)
+    losses = []
+    for ruin in (first & False, first, ~first):
+        ruined = []
+        for each, table in zip(cases, data.tables, strict=True):
+            rows = table.rows[0].clone()
+            rows[ruin] = len(each.keys)
+            values = torch.cat([each.values, torch.tensor([[9.0] + [0.0] * 7])])
+            keys = torch.cat([each.keys, each.keys[:1]])
+            ruined.append((replace(each, keys=keys, values=values), fit.NeighbourTable([rows])))
+        moved = [one for one, _ in ruined]
+        tables = [table for _, table in ruined]
+        losses.append(fitted_loss(olmoe, moved, FitData(data.batches, tables), widths))
+    assert losses[1] == pytest.approx(losses[0])
+    assert losses[2] != pytest.approx(losses[0], rel=1e-3)

@@ -37,7 +37,6 @@ from knn_moe.errors import (
     PruningError,
 )
 from knn_moe.recall.leave_one_out import Cases
-from knn_moe.recall.neighbours import Widths
 from knn_moe.reference.examples import Example
 from knn_moe.reference.provenance import owners
 from knn_moe.reference.windows import Batch
@@ -63,8 +62,7 @@ def open_recalls(model: PreTrainedModel, memory: RoutingMemory) -> list[ScoredRe
     for router in find_routers(model):
         layer = memory.full_layers()[router.layer]
         cases = Cases(router, layer.keys, layer.values, owner, layer.gamma)
-        widths = Widths.of(layer.gamma, router.layer, memory.routing)
-        recalls.append(ScoredRecall(cases, widths, memory.routing.k))
+        recalls.append(ScoredRecall(cases, memory.routing))
     return recalls
 
 

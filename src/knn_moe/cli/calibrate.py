@@ -141,9 +141,6 @@ def show_calibration(found: Calibration) -> None:
     columns: tuple[str, ...] = ("variant", "loss", "change", "95 % interval")
     print_table("Variants that were tried (* chosen)", columns, tried)
     _show_layers(found)
-    if found.left_out:
-        layers = ", ".join(map(str, found.left_out))
-        print_note(f"Left out, because rerouting it alone harms the model: layer {layers}.")
     judged = found.judgement
     print_note(
         f"On {judged.examples} held-out examples ({judged.tokens:,} tokens), the loss goes from "

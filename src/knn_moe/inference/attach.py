@@ -115,7 +115,14 @@ def make_recall_hook(
             f'model. Compress it (knn-moe compress), use RoutingConfig(index="fast"), or attach '
             f"fewer layers with RoutingConfig(layers=…)."
         ) from None
-    return RecallHook(router, recall, mask, count_changes=config.stats, selection=selection)
+    return RecallHook(
+        router,
+        recall,
+        mask,
+        count_changes=config.stats,
+        selection=selection,
+        spare_first_token=config.spare_first_token,
+    )
 
 
 class Handle:

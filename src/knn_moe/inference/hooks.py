@@ -106,9 +106,11 @@ class RecallHook(RouterHook):
         *,
         count_changes: bool,
         selection: RowSelection | None = None,
+        spare_first_token: bool = False,
     ) -> None:
         super().__init__(router, self.mix)
         self.recall = recall
+        self.spares_first = spare_first_token
         self.selection = selection or RowSelection()
         self.kernels_count = recall.counts
         self.mask = mask
@@ -125,7 +127,7 @@ class RecallHook(RouterHook):
         if self.keeps_inputs:
             self.state.inputs = inputs.detach()
         real = self.mask.real(len(inputs), inputs.device)
-        selected = self.selection.tokens(len(inputs), self.mask.batch, inputs.device)
+        selected = self._select(len(inputs), inputs.device)
         if selected is not None:
             real = selected if real is None else selected & real
         counts = self.counts.sums if self.kernels_count else None
@@ -135,6 +137,14 @@ class RecallHook(RouterHook):
             confidence = confidence.masked_fill(~selected, 0.0)
         self.state.step = inputs, logits, mixed, confidence, real
         return mixed
+
+    def _select(self, count: int, device: torch.device) -> Tensor | None:
+        """Tell which tokens use the memory; None: all do. Result [count] bool, on `device`."""
+        selected = self.selection.tokens(count, self.mask.batch, device)
+        first = self.mask.begins(count, device) if self.spares_first else None
+        if first is None:
+            return selected
+        return ~first if selected is None else selected & ~first
 
     def after(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -223,13 +233,15 @@ class HookStack(RouterHook):
 
 
 class TokenMask:
-    """Tells which tokens are padding: routers see all of them, flattened and without a mask."""
+    """Tells which tokens are padding, and which are the first of a sequence: routers see all of
+    them, flattened and without a mask."""
 
     def __init__(self, model: nn.Module, routers: list[Router]) -> None:
         self.stack = _decoder_stack(model, routers)
         self.counts = Counts(routers[0].device if routers else torch.device("cpu"))
         self.ran_eagerly = False
         self.mask: Tensor | None = None
+        self.first: Tensor | None = None
         self.batch = 0  # rows of this step
 
     def install(self, on_run: Callable[[], None]) -> list[RemovableHandle]:
@@ -237,6 +249,7 @@ class TokenMask:
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self.mask = _real_tokens(args, kwargs)
+            self.first = _first_tokens(args, kwargs, self.mask)
             read = _tokens(args, kwargs)
             self.batch = 0 if read is None else len(read)
             self.counts.sums[0] += 1
@@ -244,7 +257,7 @@ class TokenMask:
         def after(
             module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
         ) -> None:
-            self.mask = None
+            self.mask = self.first = None
             if output is not None and not torch.compiler.is_compiling() and not self.ran_eagerly:
                 self.ran_eagerly = True
                 on_run()
@@ -260,10 +273,18 @@ class TokenMask:
 
     def real(self, tokens: int, device: torch.device) -> Tensor | None:
         """Return [tokens] bool on `device`; None where nothing is known of padding."""
-        if self.mask is None or self.mask.numel() != tokens:
-            return None
-        # Contiguous: of one sequence's mask, a diagonal, flatten makes a strided view.
-        return self.mask.flatten().to(device).contiguous()
+        return _flatten(self.mask, tokens, device)
+
+    def begins(self, tokens: int, device: torch.device) -> Tensor | None:
+        """Tell which tokens are the first of a sequence: [tokens] bool on `device`; None: none."""
+        return _flatten(self.first, tokens, device)
+
+
+def _flatten(mask: Tensor | None, tokens: int, device: torch.device) -> Tensor | None:
+    if mask is None or mask.numel() != tokens:
+        return None
+    # Contiguous: of one sequence's mask, a diagonal, flatten makes a strided view.
+    return mask.flatten().to(device).contiguous()
 
 
 def _decoder_stack(model: nn.Module, routers: list[Router]) -> nn.Module:
@@ -299,3 +320,29 @@ def _real_tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | N
     # Attention masks of a static cache, [B, 1, T, cache]: a token sees itself unless it is padding.
     diagonal = torch.diagonal(mask[:, 0, :length, :length], dim1=-2, dim2=-1)
     return diagonal if diagonal.dtype == torch.bool else diagonal == 0
+
+
+def _first_tokens(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], real: Tensor | None
+) -> Tensor | None:
+    """Return the tokens of this step that begin a sequence [B, T]; None if none does.
+
+    A step of one token continues a sequence: decoding pays nothing for this. A prompt of one token
+    is taken for such a step.
+    """
+    tokens = _tokens(args, kwargs)
+    if tokens is None or tokens.shape[1] == 1:
+        return None
+    positions = kwargs.get("position_ids")
+    if isinstance(positions, Tensor):  # starts anew in each of several sequences in one row
+        positions = positions[0] if positions.ndim == 3 else positions
+        first = (positions == 0).expand(tokens.shape[:2])
+        return first if real is None else first & real
+    cache = kwargs.get("past_key_values")
+    length: int | Tensor = 0 if cache is None else cache.get_seq_length()
+    if isinstance(length, int) and length > 0:
+        return None
+    if real is None:
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        return ((places == 0) & (length == 0)).expand(tokens.shape[:2])
+    return real & (real.cumsum(dim=1) == 1) & (length == 0)

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from knn_moe.config import RoutingConfig
 from knn_moe.equations.similarity import SIMILARITIES, Similarity
 from knn_moe.index.leave_one_out import search_leaving_out
 from knn_moe.recall.neighbours import Neighbours, Recalled, Widths, weigh
+from knn_moe.reference.windows import Batch
 from knn_moe.routers.find import Router
 
 
@@ -54,22 +56,37 @@ class Cases:
 class LeaveOneOutRecall:
     """A router callback that mixes in what the cases of other examples propose.
 
-    `owner` [T] is to be set before each batch: the example of each token, 0 for padding.
+    `begin` is to be called before each batch.
+
+    Args:
+        cases: The cases of one layer.
+        config: How they are used.
     """
 
-    def __init__(self, cases: Cases, widths: Widths, k: int) -> None:
+    def __init__(self, cases: Cases, config: RoutingConfig) -> None:
         self.cases = cases
-        self.widths = widths
-        self.k = k
-        self.owner = torch.empty(0, dtype=torch.int64)
+        self.widths = Widths.of(cases.gamma, cases.router.layer, config)
+        self.k = config.k
+        self.spares_first = config.spare_first_token
+        self.owner = torch.empty(0, dtype=torch.int64)  # of each token, 0 for padding
+        self.spared: Tensor | None = None
+
+    def begin(self, batch: Batch) -> None:
+        """Say which batch is read next."""
+        self.owner = batch.token_owner
+        self.spared = batch.first_tokens if self.spares_first else None
 
     def __call__(self, inputs: Tensor, logits: Tensor) -> Tensor:
         return self.recall(inputs).mix(logits)
 
     def recall(self, inputs: Tensor) -> Recalled:
         """Recall the cases of other examples. Shapes: inputs [T, d]."""
-        return self.cases.weigh(self.nearest(inputs), self.widths)
+        return self.weigh(self.nearest(inputs))
 
     def nearest(self, inputs: Tensor) -> Neighbours:
         """Find the neighbours that are weighed. Shapes: inputs [T, d]."""
         return self.cases.nearest(inputs, self.owner, self.k)
+
+    def weigh(self, near: Neighbours) -> Recalled:
+        """Weigh neighbours; spared tokens have a λ of 0."""
+        return self.cases.weigh(near, self.widths).spare(self.spared)

@@ -60,6 +60,13 @@ class Recalled(NamedTuple):
     weights: Tensor
     confidence: Tensor
 
+    def spare(self, tokens: Tensor | None) -> Recalled:
+        """Leave some tokens to the router: their λ becomes 0. Shapes: tokens [T] bool."""
+        if tokens is None:
+            return self
+        confidence = self.confidence.masked_fill(tokens.to(self.confidence.device), 0.0)
+        return self._replace(confidence=confidence)
+
     @property
     def proposal(self) -> Tensor:
         """r_mem, the logits that the neighbours propose. Shape [T, N]."""

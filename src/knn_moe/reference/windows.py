@@ -172,6 +172,13 @@ class Batch:
         """The owner of each token, 0 for padding. Shape [B·T] int64."""
         return (self.owner[:, None] * self.real).flatten()
 
+    @property
+    def first_tokens(self) -> Tensor:
+        """Whether a token is the first of its line. Shape [B·T] bool."""
+        first = torch.zeros_like(self.real)
+        first[:, 0] = True
+        return first.flatten()
+
     @cached_property
     def kept_places(self) -> Tensor | None:
         """The places of the kept tokens among all B·T. Shape [n] int64; None: all are kept."""

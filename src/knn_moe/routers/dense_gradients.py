@@ -112,12 +112,19 @@ class DenseGradientHook(RouterHook):
     """
 
     def __init__(self, model: nn.Module, router: Router, callback: Callback) -> None:
-        super().__init__(router, callback)
+        super().__init__(router, self.replace)
+        self.wanted = callback
+        self.replaced = torch.empty(0)
         experts = getattr(block_of(model, router.name), "experts", None)
         if not isinstance(experts, nn.Module):
             raise _unsupported(router)
         self.experts = Experts(experts, router.num_experts)
         self.all_experts: tuple[Tensor, Tensor] | None = None
+
+    def replace(self, inputs: Tensor, logits: Tensor) -> Tensor:
+        """Return the logits to use, and keep them: all experts are weighed by the same."""
+        self.replaced = self.wanted(inputs, logits)
+        return self.replaced
 
     def after(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -125,7 +132,8 @@ class DenseGradientHook(RouterHook):
         super().after(module, args, kwargs, output)
         if output is None:
             return None
-        with ReplaceLogits(self.router, self.callback), ChooseAll(self.router):
+        logits, self.replaced = self.replaced, torch.empty(0)
+        with ReplaceLogits(self.router, lambda *own: logits), ChooseAll(self.router):
             of_all = module.forward(*args, **kwargs)
         index, weight = self._find_choice(output)
         self.all_experts = of_all[index], of_all[weight]

@@ -105,7 +105,7 @@ def build_calibrated(
         search.run()
         found = conclude(search, started)
         if calibration.value_rates:
-            memory = _shorten_unused(model, memory, found)
+            memory = memory if found.helps else _shorten(model, memory)
     seconds = {**clock.seconds, **found.seconds_by_part}
     found = replace(found, token_choices=tried, seconds_by_part=seconds)
     return _write(found.apply(memory), memory, folder), found
@@ -133,22 +133,17 @@ def _choose_tokens(
     return best, tuple(sorted(tried, key=lambda each: each.loss)) if len(choices) > 1 else ()
 
 
-def _shorten_unused(model: nn.Module, memory: RoutingMemory, found: Calibration) -> RoutingMemory:
-    """Give layers that are not used the paper's small step: they may be used after a merge."""
-    unused = set(found.left_out) if found.helps else set(memory.layers)
-    if not unused:
-        return memory
+def _shorten(model: nn.Module, memory: RoutingMemory) -> RoutingMemory:
+    """Give a memory that is turned off the paper's small step: it may be used after a merge."""
     layers = memory.full_layers()
     for router in find_routers(model):
-        if router.layer in unused:
+        if router.layer in layers:
             layer = layers[router.layer]
             own = compute_own_logits(router, layer.keys)
             values = own + PAPER_STEP / memory.build.learning_rate * (layer.values - own)
             layers[router.layer] = replace(layer, values=values)
-    manifest = memory.manifest
-    if not found.helps:  # then this is a memory of that step
-        build = replace(memory.build, learning_rate=PAPER_STEP)
-        manifest = replace(manifest, build=build)
+    build = replace(memory.build, learning_rate=PAPER_STEP)
+    manifest = replace(memory.manifest, build=build)
     return replace(memory, layers=layers, manifest=manifest, folder=None)
 
 

@@ -1,11 +1,15 @@
 """Calibrate a memory on its own reference set: choose neighbours, widths, values and layers.
 
-On one part of the examples, layers that must not be rerouted are found (fragile_layers.py), it is
-chosen how far values start from the router's own logits (start.py), widths are fitted (fit.py), and
-values are trained at several rates (values.py). By a second part the best of these trials is
-chosen. On a third part, which nothing was fitted or chosen by, it is judged against the model
-alone. If the memory is not surely better there, calibration turns it off: every confidence factor
-becomes 0.
+On one part of the examples it is chosen how far values start from the router's own logits
+(start.py), widths are fitted (fit.py), and values are trained at several rates (values.py). By a
+second part the best of these trials is chosen. On a third part, which nothing was fitted or chosen
+by, it is judged against the model alone. If the memory is not surely better there, calibration
+turns it off: every confidence factor becomes 0.
+
+The first token of each sequence is always left to the router. A pretrained model keeps a huge
+activation there, on which attention rests where it has nothing to attend to; a few experts of one
+layer make it ("super experts"). A first token that misses one of them ruins all tokens after it,
+and no gradient shows this before it happens.
 """
 
 from __future__ import annotations
@@ -126,7 +130,6 @@ def conclude(search: Search, started: float) -> Calibration:
         update_scale=last.update_scale,
         values_trained=last.training is not None,
         start=calibrator.start.losses if calibrator.config.value_rates else {},
-        left_out=() if best.cases is calibrator.all_cases else calibrator.left_out,
         head=head,
         seconds=time.monotonic() - started,
         seconds_by_part=calibrator.clock.seconds,

@@ -21,7 +21,7 @@ from knn_moe.adapt.calibrate.widths import WidthParameters
 from knn_moe.build.optimise import batch_losses
 from knn_moe.config import LayerRouting, RoutingConfig
 from knn_moe.errors import RouterNotCalledError
-from knn_moe.index.exact import squared_distance
+from knn_moe.index.exact import distances_to_rows
 from knn_moe.recall.leave_one_out import Cases
 from knn_moe.recall.neighbours import weigh
 from knn_moe.reference.windows import Batch
@@ -31,7 +31,6 @@ from knn_moe.routers.model_state import freeze, input_device, install_hooks
 
 _RATE: Final = 0.1  # of Adam, falling to 0
 _LEAST_WINDOWS: Final = 6  # of a sample
-_TOKENS: Final = 1024  # compared with their neighbours at a time
 
 
 @dataclass(frozen=True)
@@ -137,28 +136,24 @@ class _LookUp:
 class FittedRecall:
     """A router callback that recalls known neighbours by widths that are being fitted.
 
-    `rows` are to be set for each batch. The cases may have values with gradients.
+    The first token of each line is spared. `rows` and `spared` are to be set for each batch. The
+    cases may have values with gradients.
     """
 
     def __init__(self, cases: FitCases, parameters: WidthParameters, k: int) -> None:
         self.cases = cases
         self.parameters = parameters
         self.k = k
-        self.rows = torch.empty(0)
+        self.rows = self.spared = torch.empty(0)
 
     def __call__(self, inputs: Tensor, logits: Tensor) -> Tensor:
         rows = self.rows[:, : self.k]
-        distance = self._distance(inputs.detach(), rows)
+        distance = distances_to_rows(inputs.detach(), self.cases.keys, rows)
         layer = self.cases.router.layer
         values = self.cases.values_at(rows, self.parameters)
         widths = self.parameters.widths(layer, logits.device)
-        return weigh(distance, values, widths, self.cases.similarity).mix(logits)
-
-    def _distance(self, inputs: Tensor, rows: Tensor) -> Tensor:
-        """Return d² to the cases of `rows`, some tokens at a time. Shapes: [T, d], [T, K]."""
-        parts = zip(inputs.split(_TOKENS), rows.split(_TOKENS), strict=True)
-        keys = self.cases.keys
-        return torch.cat([squared_distance(part[:, None], keys[place]) for part, place in parts])
+        recalled = weigh(distance, values, widths, self.cases.similarity)
+        return recalled.spare(self.spared).mix(logits)
 
 
 @contextmanager
@@ -254,9 +249,10 @@ def mean_loss(
     model: nn.Module, recalls: Sequence[FittedRecall], data: FitData, place: int
 ) -> Tensor:
     """Return the mean loss of a batch's scored tokens, with every layer recalling."""
-    for recall, table in zip(recalls, data.tables, strict=True):
-        recall.rows = table.rows[place]
     batch = data.batches[place]
+    spared = batch.first_tokens.to(input_device(model))
+    for recall, table in zip(recalls, data.tables, strict=True):
+        recall.rows, recall.spared = table.rows[place], spared
     losses = batch_losses(model, batch.to(input_device(model)))
     return losses.sum() / batch.scored.sum().to(losses.device)
 

@@ -16,7 +16,7 @@ from knn_moe.adapt.calibrate.widths import DivergedError
 from knn_moe.build.optimise import batch_losses
 from knn_moe.config import RoutingConfig
 from knn_moe.recall.leave_one_out import Cases, LeaveOneOutRecall
-from knn_moe.recall.neighbours import Recalled, Widths
+from knn_moe.recall.neighbours import Recalled
 from knn_moe.reference.windows import Batch
 from knn_moe.routers.intercept import RouterHook
 from knn_moe.routers.model_state import freeze, input_device, install_hooks
@@ -44,15 +44,15 @@ class JudgedRecall(LeaveOneOutRecall):
     """A layer's recall as `config` has it, which also sums up λ."""
 
     def __init__(self, cases: Cases, config: RoutingConfig) -> None:
-        super().__init__(cases, Widths.of(cases.gamma, cases.router.layer, config), config.k)
+        super().__init__(cases, config)
         self.confidence_sum = 0.0
         self.tokens = 0
 
     def recall(self, inputs: Tensor) -> Recalled:
         recalled = super().recall(inputs)
-        real = (self.owner != 0).to(inputs.device)
-        self.confidence_sum += float(recalled.confidence[real].sum())
-        self.tokens += int(real.sum())
+        counted = self.owner != 0 if self.spared is None else (self.owner != 0) & ~self.spared
+        self.confidence_sum += float(recalled.confidence[counted.to(inputs.device)].sum())
+        self.tokens += int(counted.sum())
         return recalled
 
 
@@ -122,7 +122,7 @@ def judge(
     with freeze(model), install_hooks([RouterHook(each.cases.router, each) for each in recalls]):
         for batch in baseline.batches:
             for recall in recalls:
-                recall.owner = batch.token_owner
+                recall.begin(batch)
             lines.append(line_losses(model, batch))
     losses = torch.cat(lines)
     if not bool(losses.isfinite().all()):

@@ -192,12 +192,12 @@ class HeadReader:
     def _read_keys(self, memory: RoutingMemory) -> HeadKeys:
         reference, batch_tokens = memory.reference_tokens(), memory.build.batch_tokens
         with install_hooks(self.hooks):
-            keys = read_hidden_states(self.model, reference, batch_tokens, self._set_owner)
+            keys = read_hidden_states(self.model, reference, batch_tokens, self._begin)
         return HeadKeys.of(keys, memory.provenance)
 
-    def _set_owner(self, batch: Batch) -> None:
+    def _begin(self, batch: Batch) -> None:
         for recall in self.recalls.values():
-            recall.owner = batch.token_owner
+            recall.begin(batch)
 
     @torch.no_grad()
     def read(self, batches: Sequence[Batch]) -> dict[str, NextTokens]:
@@ -206,7 +206,7 @@ class HeadReader:
         lines = 0
         with freeze(self.model), install_hooks([*self.hooks, self.states]):
             for batch in batches:
-                self._set_owner(batch)
+                self._begin(batch)
                 losses = batch_losses(self.model, batch.to(input_device(self.model)))
                 for name, found in self._look_up(batch, losses).items():
                     parts[name].append(found._replace(line=found.line + lines))

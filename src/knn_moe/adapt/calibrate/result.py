@@ -59,7 +59,6 @@ class Calibration:
     seconds: float
     seconds_by_part: Mapping[str, float]
     start: Mapping[float, float]  # the loss per token by how far values were moved, see start.py
-    left_out: tuple[int, ...] = ()  # layers that must not be rerouted, see fragile_layers.py
     head: HeadChoice | None = None  # the likeliest, where one was wanted; used if it helps
     token_choices: tuple[TokenChoice, ...] = ()  # the best first, where the build chose among some
 
@@ -83,7 +82,6 @@ class Calibration:
             "values_trained": self.values_trained,
             "head": self.head.report() if self.head else None,
             "start": {f"{distance:g}": round(loss, 6) for distance, loss in self.start.items()},
-            "left_out": list(self.left_out),
             "token_choices": [asdict(choice) for choice in self.token_choices],
             "seconds": round(self.seconds, 1),
             "seconds_by_part": {part: round(s, 2) for part, s in self.seconds_by_part.items()},

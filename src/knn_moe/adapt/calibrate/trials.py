@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import compress
 from typing import Final, NamedTuple
 
 from torch import Tensor, nn
 
 from knn_moe.adapt.calibrate.clock import Clock
 from knn_moe.adapt.calibrate.fit import FitCases, FitData, fit_widths, look_up_neighbours
-from knn_moe.adapt.calibrate.fragile_layers import find_fragile_layers
 from knn_moe.adapt.calibrate.judge import Baseline, Judgement, judge
 from knn_moe.adapt.calibrate.language_head import HeadChoice, HeadReader, choose_head
 from knn_moe.adapt.calibrate.result import Distances, TrialSummary
@@ -123,29 +121,7 @@ class Calibrator:
         self.clock = Clock()
         with self.clock.measure("neighbours looked up"):
             self.data = look_up_neighbours(model, self.cases, batches, self.ks[-1])
-        self.all_cases = self.cases
-        self.directions: list[Direction] = []  # what the build changed, in each layer
-        self.left_out = self._leave_out_fragile()
         self.choosing = Baseline.of(model, self._judge_batches(self.splits.choose))
-
-    def _leave_out_fragile(self) -> tuple[int, ...]:
-        """Leave out layers that must not be rerouted; return them. Never all layers.
-
-        Values that stay may be of a router whose own logits cannot be computed: none is left out.
-        """
-        if not self.config.value_rates:
-            return ()
-        with self.clock.measure("layers tried alone"):
-            self.directions = [Direction.of(each) for each in self.cases]
-            sample = self.data.sample(_SAMPLE)
-            fragile = find_fragile_layers(self.model, self.directions, sample, self.ks[-1])
-        if len(fragile) in (0, len(self.cases)):
-            return ()
-        kept = [each.router.layer not in fragile for each in self.cases]
-        self.cases = list(compress(self.cases, kept))
-        self.directions = list(compress(self.directions, kept))
-        self.data = FitData(self.data.batches, list(compress(self.data.tables, kept)))
-        return tuple(fragile)
 
     def _expect_steps(self, batches: int) -> int:
         """Estimate the steps of all fits; how many rates are tried is known only in the end."""
@@ -159,8 +135,9 @@ class Calibrator:
     def start(self) -> Start:
         """Where the values start."""
         with self.clock.measure("start of the values"):
+            directions = [Direction.of(each) for each in self.cases]
             sample = self.data.sample(_SAMPLE)
-            return choose_start(self.model, self.directions, sample, self.ks[-1])
+            return choose_start(self.model, directions, sample, self.ks[-1])
 
     def try_unchanged(self) -> Trial | None:
         """Try the memory as it is used now.
@@ -172,7 +149,7 @@ class Calibrator:
         calibrated = self.memory.manifest.calibration is not None
         if calibrated or routing.similarity != "rbf":
             return None
-        return self._judge_trial("unchanged", routing, self.all_cases)
+        return self._judge_trial("unchanged", routing, self.cases)
 
     def try_widths(self, k: int, start: Trial | None = None) -> Trial | None:
         """Fit widths for K = k, and rescale the values, unless they are to stay.
@@ -204,10 +181,10 @@ class Calibrator:
         return trial and replace(trial, values_changed=True, training=training)
 
     def _routing(self, k: int) -> RoutingConfig:
-        kept, layers = self.memory.routing, self.memory.routing.layers
-        if self.left_out:
-            layers = tuple(each.router.layer for each in self.cases)
-        return RoutingConfig(k=k, layers=layers, index=kept.index, stats=kept.stats)
+        kept = self.memory.routing
+        return RoutingConfig(
+            k=k, layers=kept.layers, spare_first_token=True, index=kept.index, stats=kept.stats
+        )
 
     @property
     def _fewer_steps(self) -> int:

@@ -72,7 +72,9 @@ def train_values(
             rate = training.rate * spread
             groups.append({"params": [each.values], "most": rate})
             groups.append({"params": [each.linear], "most": _LINEAR * rate / _length(each.keys)})
-        adam = torch.optim.Adam(groups, betas=_BETAS, eps=_SMALLEST)
+        # Many small tensors: on a GPU, one launch for each of them instead of a dozen.
+        fused = cases[0].keys.is_cuda or None
+        adam = torch.optim.Adam(groups, betas=_BETAS, eps=_SMALLEST, fused=fused)
         dense = model if training.gradient == "dense" else None
         with install_fitted_recall(trained, parameters, start.k, dense) as recalls:
             for step, place in enumerate(batch_order(len(data.batches), steps)):

@@ -33,7 +33,7 @@ class ScoredRecall(LeaveOneOutRecall):
     def __call__(self, inputs: Tensor, logits: Tensor) -> Tensor:
         with torch.no_grad():
             near = self.nearest(inputs)
-            recalled = self.cases.weigh(near, self.widths)
+            recalled = self.weigh(near)
             own = logits.detach().float()
             mixed = recalled.mix(own)
         self._call = near, recalled, own
@@ -81,7 +81,7 @@ def score_by_loss(
         scores = torch.zeros(len(recalls[0].cases.owner), dtype=torch.float64)
         for batch in batches:
             for recall in recalls:
-                recall.owner = batch.token_owner
+                recall.begin(batch)
             loss = summed_loss(model, batch.to(device))
             leaves = [recall.called_leaf() for recall in recalls]
             gradients = torch.autograd.grad(loss, leaves, allow_unused=True)

@@ -26,7 +26,6 @@ from knn_moe.memory.manifest import MemoryManifest, join_scores
 from knn_moe.memory.memory import RoutingMemory
 from knn_moe.recall.layer import layer_gamma
 from knn_moe.recall.leave_one_out import Cases
-from knn_moe.recall.neighbours import Widths
 from knn_moe.reference.provenance import owners
 from knn_moe.routers.find import find_routers
 from knn_moe.routers.model_state import forget_compiled_graphs, uncompiled
@@ -175,8 +174,7 @@ class _Scorer:
             gamma = layer_gamma(self.memory, router.layer, routing, torch.device("cpu"))
             layer = full[router.layer]
             cases = Cases(router, layer.keys, layer.values, owner, gamma, similarity)
-            widths = Widths.of(gamma, router.layer, routing)
-            recalls.append(ScoredRecall(cases, widths, min(routing.k, len(left))))
+            recalls.append(ScoredRecall(cases, replace(routing, k=min(routing.k, len(left)))))
         return recalls
 
 
