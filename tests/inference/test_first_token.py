@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
-from helpers.zoo import encode, family, make_texts
+from helpers.families import FAMILIES, Family
+from helpers.zoo import encode, make_texts
 from knn_moe import RoutingConfig, RoutingMemory, attach, build_memory
 from knn_moe.config import BuildConfig
 from knn_moe.recall.layer import RouterCall
@@ -102,21 +103,19 @@ def test_generation_spares_the_prompts_first_token_alone(
     assert [call.nonzero().flatten().tolist() for call in spared] == [[0, 9], [], []]
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "mixtral", "deepseek_v3"])
-def test_families(name: str, zoo_tokenizer: object, ids: Tensor) -> None:
-    model = family(name)
+@pytest.mark.parametrize("entry", FAMILIES, ids=lambda entry: entry.name)
+def test_every_family(entry: Family, zoo_tokenizer: object, ids: Tensor) -> None:
+    model = entry.build()
     build = BuildConfig(steps=1, max_length=32)
     memory = build_memory(model, zoo_tokenizer, make_texts(4, seed=2), build)
-    layer = min(memory.layers)
-    calls: list[Tensor] = []
+    spared: dict[int, list[int]] = {}
 
     def observe(call: RouterCall) -> None:
-        if call.layer == layer:
-            calls.append(call.confidence == 0)
+        spared[call.layer] = (call.confidence == 0).nonzero().flatten().tolist()
 
     with torch.no_grad(), attach(model, memory, SPARING) as routing, routing.observed(observe):
         model(ids, use_cache=False)
-    assert [call.nonzero().flatten().tolist() for call in calls] == [[0, 9]]
+    assert spared == {layer: [0, 9] for layer in memory.layers}
 
 
 def test_the_first_token_alone_is_what_it_was(
