@@ -14,8 +14,16 @@ import torch
 from transformers import PreTrainedModel
 
 from helpers.families import FAMILIES
-from helpers.zoo import family, make_texts
-from knn_moe import BuildConfig, Example, RoutingConfig, RoutingMemory, attach, build_memory
+from helpers.zoo import family, full_batch, make_texts
+from knn_moe import (
+    BuildConfig,
+    Example,
+    RoutingConfig,
+    RoutingMemory,
+    attach,
+    build_memory,
+    find_routers,
+)
 from knn_moe.bench.models import number_tokenizer
 from knn_moe.build.checkpoint import partial_folder
 from knn_moe.build.optimise import optimise_routing
@@ -26,7 +34,7 @@ from knn_moe.errors import (
     ReferenceSetError,
     UnsupportedModelError,
 )
-from knn_moe.routers.grouped_experts import grouped_experts, use_grouped_experts
+from knn_moe.routers.grouped_experts import NAME, grouped_experts, use_grouped_experts
 from knn_moe.support.progress import Progress
 
 TEXTS = make_texts(14)
@@ -383,15 +391,19 @@ def test_building_experts_equal_the_models_own(name: str, monkeypatch: pytest.Mo
 
     histogram = torch.histc  # on a CPU it counts floats only; the experts hand it integers
     monkeypatch.setattr(torch, "histc", lambda x, **kwargs: histogram(x.float(), **kwargs))
-    monkeypatch.setitem(moe.ALL_EXPERTS_FUNCTIONS._global_mapping, "ours", counted)
+    monkeypatch.setitem(moe.ALL_EXPERTS_FUNCTIONS._global_mapping, NAME, counted)
     model = family(name)
     ids = torch.randint(3, 128, (2, 9))
     results = []
-    for implementation in ("grouped_mm", "ours"):
+    for implementation in ("grouped_mm", NAME):
         model.set_experts_implementation(implementation)
         logits = model(ids, use_cache=False).logits
         table = model.get_input_embeddings().weight
-        results.append((logits, torch.autograd.grad(logits.square().sum(), table)[0]))
+        (slope,) = torch.autograd.grad(logits.square().sum(), table)
+        dense = optimise_routing(
+            model, find_routers(model), full_batch(ids), BuildConfig(gradient="dense")
+        )
+        results.append((logits, slope, *(layer.logits for layer in dense.values())))
     assert len(calls) > 0
     for own, ours in zip(*results, strict=True):
         torch.testing.assert_close(ours, own)

@@ -36,13 +36,16 @@ def every_expert(experts: nn.Module, number: int, x: Tensor) -> Tensor:
 
 
 @three_families
-@pytest.mark.parametrize("rows", [1, 3 * TOKENS, 1 << 15], ids=["one", "three", "all at once"])
+@pytest.mark.parametrize("together", [1, 3, 1 << 15], ids=["one", "three", "all at once"])
+@pytest.mark.parametrize("grouped", [False, True])
 def test_gains_are_what_each_expert_would_add(
-    name: str, rows: int, monkeypatch: pytest.MonkeyPatch
+    name: str, together: int, grouped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(knn_moe.routers.dense_gradients, "_ROWS", rows)
     model = family(name)
     router = find_routers(model)[0]
+    numbers = together * TOKENS * router.hidden_size
+    monkeypatch.setattr(knn_moe.routers.dense_gradients, "_TOGETHER", numbers)
+    monkeypatch.setattr(knn_moe.routers.dense_gradients, "runs_grouped", lambda experts: grouped)
     experts = experts_of(model, router)
     x, slope = torch.randn(2, TOKENS, router.hidden_size)
     with torch.no_grad():

@@ -22,9 +22,10 @@ from torch.utils.hooks import RemovableHandle
 
 from knn_moe.errors import UnsupportedModelError
 from knn_moe.routers.find import Router, block_of
+from knn_moe.routers.grouped_experts import each_expert, runs_grouped
 from knn_moe.routers.intercept import Callback, ReplaceLogits, RouterHook
 
-_ROWS: Final = 1 << 15  # tokens × experts that run together
+_TOGETHER: Final = 1 << 26  # tokens × experts × width that run together
 
 
 class ChooseAll(TorchFunctionMode):
@@ -83,20 +84,28 @@ class Experts:
 
     def weight_gradient(self, x: Tensor, slope: Tensor) -> Tensor:
         """Return ⟨slope, E_j(x)⟩ for every expert j. Shapes: x, slope [T, d] → [T, N] fp32."""
-        experts = torch.arange(self.count, device=x.device)
-        together = max(1, _ROWS // len(x))
-        parts = [self._gradient_of(part, x, slope) for part in experts.split(together)]
+        together = max(1, _TOGETHER // x.numel())
+        parts = [
+            (self._outputs(x, first, min(first + together, self.count)) * slope)
+            .sum(dim=-1, dtype=torch.float32)
+            .T
+            for first in range(0, self.count, together)
+        ]
         return torch.cat(parts, dim=1)
 
-    def _gradient_of(self, experts: Tensor, x: Tensor, slope: Tensor) -> Tensor:
+    def _outputs(self, x: Tensor, first: int, last: int) -> Tensor:
+        """Return E_j(x) of some experts. Shapes: x [T, d] → [last - first, T, d]."""
+        if runs_grouped(self.module):
+            return each_expert(self.module, x, first, last)
         # Experts that transformers does not dispatch may not accept a single choice (LongCat): they
         # get it twice, the second time with no weight.
         columns = 1 if hasattr(self.module, "has_gate") else 2
+        experts = torch.arange(first, last, device=x.device)
         index = experts.repeat_interleave(len(x))[:, None].expand(-1, columns)
         weight = torch.zeros(index.shape, dtype=x.dtype, device=x.device)
         weight[:, 0] = 1
         outputs: Tensor = self.module.forward(x.repeat(len(experts), 1), index, weight)
-        return (outputs.view(len(experts), *x.shape) * slope).sum(dim=-1, dtype=torch.float32).T
+        return outputs.view(len(experts), *x.shape)
 
 
 class DenseGradientHook(RouterHook):

@@ -69,16 +69,44 @@ def grouped_experts(
     counts = torch.histc(expert.int(), bins=self.num_experts, min=0, max=self.num_experts - 1)
     offsets = torch.cumsum(counts, dim=0, dtype=torch.int32)
 
-    def linear(x: Tensor, name: str) -> Tensor:
-        bias = getattr(self, f"{name}_bias")[expert] if self.has_bias else None
-        result: Tensor = moe._grouped_linear(
-            x, getattr(self, name), offsets, bias=bias, is_transposed=self.is_transposed
-        )
-        return result
-
     spread: Any = SpreadRows.apply
     permute: Any = PermuteRows.apply
     x: Tensor = spread(hidden_states, order // top_k, inverse, top_k)
+    x = _run_sorted(self, x, expert, offsets)
+    x = permute(x, inverse, order).view(-1, top_k, hidden_states.shape[-1])
+    return (x * top_k_weights[:, :, None]).sum(dim=1).to(hidden_states.dtype)
+
+
+def each_expert(self: Any, hidden_states: Tensor, first: int, last: int) -> Tensor:
+    """Return E_j(x) of the experts from `first` to `last`, without it: nothing is to be sorted.
+
+    Shapes: hidden_states [T, d]. Result [last - first, T, d].
+    """
+    tokens, device = len(hidden_states), hidden_states.device
+    numbers = torch.arange(first, last, device=device)
+    offsets = torch.arange(1, last - first + 1, device=device, dtype=torch.int32) * tokens
+    x = hidden_states.repeat(last - first, 1)
+    x = _run_sorted(self, x, numbers.repeat_interleave(tokens), offsets, slice(first, last))
+    return x.view(-1, *hidden_states.shape)
+
+
+def _run_sorted(
+    self: Any, x: Tensor, expert: Tensor, offsets: Tensor, which: slice = slice(None)
+) -> Tensor:
+    """Run rows through their experts.
+
+    Shapes: x [n, d], sorted by expert; expert [n]; offsets, the end of each expert's rows, for the
+    experts in `which`. Result [n, d].
+    """
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        bias = getattr(self, f"{name}_bias")[expert] if self.has_bias else None
+        weight = getattr(self, name)[which]
+        result: Tensor = moe._grouped_linear(
+            x, weight, offsets, bias=bias, is_transposed=self.is_transposed
+        )
+        return result
+
     if self.has_gate:
         x = self._apply_gate(linear(x, "gate_up_proj"))
     else:
@@ -86,8 +114,13 @@ def grouped_experts(
     x = linear(x, "down_proj")
     if getattr(self, "has_post_expert_norm", False):
         x = self.post_expert_norm(x)
-    x = permute(x, inverse, order).view(-1, top_k, hidden_states.shape[-1])
-    return (x * top_k_weights[:, :, None]).sum(dim=1).to(hidden_states.dtype)
+    return x
+
+
+def runs_grouped(experts: nn.Module) -> bool:
+    """Return whether these experts run as `grouped_experts` now."""
+    config = getattr(experts, "config", None)
+    return getattr(config, "_experts_implementation", None) == NAME
 
 
 @contextmanager
