@@ -93,6 +93,34 @@ def test_what_continues_a_cache_has_no_first_token(
     assert [call.nonzero().flatten().tolist() for call in spared] == [[0, 4], [], []]
 
 
+@pytest.mark.parametrize("static", [False, True])
+def test_a_prompt_of_one_token(
+    static: bool, zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, ids: Tensor
+) -> None:
+    cache = "static" if static else None
+    run = (
+        lambda: zoo_olmoe.generate(  # noqa: E731
+            ids[:, :1], max_new_tokens=3, eos_token_id=None, cache_implementation=cache
+        )
+    )
+    spared = spared_tokens(zoo_olmoe, zoo_memory, run, SPARING)
+    assert [call.nonzero().flatten().tolist() for call in spared] == [[0, 1], [], []]
+
+
+def test_positions_that_do_not_begin_at_0(
+    zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, ids: Tensor
+) -> None:
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    for start in (0, 5):  # of padding too, or an offset
+        positions = torch.arange(start, start + 9)[None]
+        run = lambda where=positions: zoo_olmoe(  # noqa: E731
+            ids, attention_mask=mask, position_ids=where, use_cache=False
+        )
+        (spared,) = spared_tokens(zoo_olmoe, zoo_memory, run, SPARING)
+        assert spared.nonzero().flatten().tolist() == [0, 12]
+
+
 def test_generation_spares_the_prompts_first_token_alone(
     zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, ids: Tensor
 ) -> None:

@@ -8,7 +8,7 @@ graph or a CUDA graph are not recorded; the decoder stack's count of calls shows
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin
 
 from knn_moe.errors import NothingReadError
+from knn_moe.inference.caches import cache_length, find_cache
 from knn_moe.inference.hooks import TokenMask
 
 _UNSEEN: Final = "The model continued from a cache whose tokens were not recorded"
@@ -61,7 +61,7 @@ class TokenHistory:
             return
         if ids.is_cuda and torch.cuda.is_current_stream_capturing():
             return
-        cache = _find_cache(args, kwargs, output)
+        cache = find_cache(args, kwargs, output)
         width = ids.shape[1]
         known = cache is not None and self._cache is not None and self._cache() is cache
         length = width if cache is None else _length(cache, wait=width > 1 or not known)
@@ -146,29 +146,12 @@ def _find_filling(ids: Tensor, prompt: int, ends: Collection[int]) -> Tensor:
     return filled
 
 
-def _find_cache(args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Cache | None:
-    """Return the cache the model was given, or else the one it made and returned."""
-    returned = output.values() if isinstance(output, Mapping) else ()
-    returned = output if isinstance(output, tuple) else returned
-    for value in (*args, *kwargs.values(), *returned):
-        if isinstance(value, Cache):
-            return value
-    return None
-
-
 def _length(cache: Cache, *, wait: bool) -> int | Tensor | None:
     """Return the length of the cache after a call; None if it does not know.
 
     Static caches count on the device: `wait` for that, or return a tensor.
     """
-    try:
-        length: int | Tensor = cache.get_seq_length()
-        if isinstance(length, int) and length == 0:
-            # MiniMax's asks its first layer, whose attention is linear and counts nothing.
-            counting = (layer for layer in cache.layers if isinstance(layer, CacheLayerMixin))
-            length = max(int(layer.get_seq_length()) for layer in counting)
-    except (ValueError, NotImplementedError, AttributeError):  # a cache without attention
-        return None
+    length = cache_length(cache)
     if isinstance(length, Tensor):
         return int(length) if wait else length.clone()
     return length

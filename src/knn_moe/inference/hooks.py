@@ -1,4 +1,4 @@
-"""The hooks of an attached memory: mix at each router, find out which tokens are padding, count.
+"""The hooks of an attached memory: mix at each router, find padding and first tokens, count.
 
 Counts are tensors on the router's device: nothing waits for the device, and a compiled graph
 updates them like any buffer.
@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from knn_moe.errors import ConfigError
+from knn_moe.inference.caches import cache_length, find_cache
 from knn_moe.recall.layer import UNITS, LayerRecall, RouterCall
 from knn_moe.routers.find import Router
 from knn_moe.routers.intercept import ReplaceLogits, RouterHook, chosen_experts
@@ -23,7 +24,8 @@ from knn_moe.routers.intercept import ReplaceLogits, RouterHook, chosen_experts
 
 @dataclass(frozen=True)
 class LayerStats:
-    """What one layer's memory has done since it was attached; padding does not count."""
+    """What one layer's memory has done since it was attached. Padding and tokens that are left to
+    the router do not count."""
 
     calls: int
     tokens: int
@@ -111,6 +113,7 @@ class RecallHook(RouterHook):
         super().__init__(router, self.mix)
         self.recall = recall
         self.spares_first = spare_first_token
+        mask.finds_first |= spare_first_token
         self.selection = selection or RowSelection()
         self.kernels_count = recall.counts
         self.mask = mask
@@ -233,14 +236,15 @@ class HookStack(RouterHook):
 
 
 class TokenMask:
-    """Tells which tokens are padding, and which are the first of a sequence: routers see all of
-    them, flattened and without a mask."""
+    """Tells which tokens are padding, and which are the first of a sequence. Routers cannot: they
+    see all tokens flattened, without a mask."""
 
     def __init__(self, model: nn.Module, routers: list[Router]) -> None:
         self.stack = _decoder_stack(model, routers)
         self.counts = Counts(routers[0].device if routers else torch.device("cpu"))
         self.ran_eagerly = False
         self.mask: Tensor | None = None
+        self.finds_first = False  # whether a hook needs to know first tokens
         self.first: Tensor | None = None
         self.batch = 0  # rows of this step
 
@@ -249,7 +253,7 @@ class TokenMask:
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self.mask = _real_tokens(args, kwargs)
-            self.first = _first_tokens(args, kwargs, self.mask)
+            self.first = _first_tokens(args, kwargs, self.mask) if self.finds_first else None
             read = _tokens(args, kwargs)
             self.batch = 0 if read is None else len(read)
             self.counts.sums[0] += 1
@@ -327,22 +331,30 @@ def _first_tokens(
 ) -> Tensor | None:
     """Return the tokens of this step that begin a sequence [B, T]; None if none does.
 
-    A step of one token continues a sequence: decoding pays nothing for this. A prompt of one token
-    is taken for such a step.
+    A decode step costs nothing: it is told by the cache, without a look at the device.
     """
     tokens = _tokens(args, kwargs)
-    if tokens is None or tokens.shape[1] == 1:
+    if tokens is None:
         return None
+    first = _row_begins(tokens, find_cache(args, kwargs), real)
     positions = kwargs.get("position_ids")
-    if isinstance(positions, Tensor):  # starts anew in each of several sequences in one row
-        positions = positions[0] if positions.ndim == 3 else positions
-        first = (positions == 0).expand(tokens.shape[:2])
-        return first if real is None else first & real
-    cache = kwargs.get("past_key_values")
-    length: int | Tensor = 0 if cache is None else cache.get_seq_length()
+    if not isinstance(positions, Tensor) or tokens.shape[1] == 1:
+        return first
+    # Several sequences in one row: positions start anew in each.
+    anew = (positions == 0).all(dim=0) if positions.ndim == 3 else positions == 0
+    anew = anew.expand(tokens.shape[:2])
+    anew = anew if real is None else anew & real
+    return anew if first is None else anew | first
+
+
+def _row_begins(tokens: Tensor, cache: Cache | None, real: Tensor | None) -> Tensor | None:
+    """Return the first real token of each row [B, T]; None if the rows continue a cache."""
+    length = 0 if cache is None else cache_length(cache)
     if isinstance(length, int) and length > 0:
         return None
+    if tokens.shape[1] == 1 and not isinstance(length, int):
+        return None
     if real is None:
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        return ((places == 0) & (length == 0)).expand(tokens.shape[:2])
-    return real & (real.cumsum(dim=1) == 1) & (length == 0)
+        real = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+    first = real & (real.cumsum(dim=1) == 1)
+    return first & (length.to(first.device) == 0) if isinstance(length, Tensor) else first

@@ -188,7 +188,8 @@ class RoutingMemory:
         """Make one memory of the cases of all. γ is computed from their joint distances.
 
         The manifest is the first memory's; what a calibration found for that one alone is
-        forgotten, and the routing of its preset is back.
+        forgotten, and the routing of its preset is back. First tokens are left to the router if any
+        memory does so: trained values may harm them.
 
         Args:
             others: Memories for the same model, built alike.
@@ -206,8 +207,11 @@ class RoutingMemory:
         for memory in memories:
             memory.full_layers()
             _check_mergeable(self, memory)
+        manifest = self.manifest.without_calibration()
+        spare = any(memory.routing.spare_first_token for memory in memories)
         manifest = replace(
-            self.manifest.without_calibration(),
+            manifest,
+            routing=replace(manifest.routing, spare_first_token=spare),
             pruned=_join_pruned(memories),
             values_trained=any(memory.manifest.values_trained for memory in memories),
         )

@@ -139,9 +139,9 @@ class DenseGradientHook(RouterHook):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
         super().after(module, args, kwargs, output)
+        logits, self.replaced = self.replaced, torch.empty(0)
         if output is None:
             return None
-        logits, self.replaced = self.replaced, torch.empty(0)
         with ReplaceLogits(self.router, lambda *own: logits), ChooseAll(self.router):
             of_all = module.forward(*args, **kwargs)
         index, weight = self._find_choice(output)

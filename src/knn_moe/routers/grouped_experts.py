@@ -3,7 +3,8 @@
 transformers has a registry of ways to run the experts. This one computes the same as its
 `grouped_mm`, with two differences: the backward passes of the two permutations around the products
 are gathers instead of scattered additions, and the masks that only expert parallelism needs are
-left out. It is used only while a memory is built on a GPU.
+left out. It is used only while a memory is built or
+calibrated on a GPU.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ def grouped_experts(
 
 
 def each_expert(self: Any, hidden_states: Tensor, first: int, last: int) -> Tensor:
-    """Return E_j(x) of the experts from `first` to `last`, without it: nothing is to be sorted.
+    """Return E_j(x) of each expert j, first ≤ j < last. Rows are in the experts' order already, so
+    nothing is sorted.
 
     Shapes: hidden_states [T, d]. Result [last - first, T, d].
     """
@@ -120,7 +122,8 @@ def _run_sorted(
 def runs_grouped(experts: nn.Module) -> bool:
     """Return whether these experts run as `grouped_experts` now."""
     config = getattr(experts, "config", None)
-    return getattr(config, "_experts_implementation", None) == NAME
+    chosen = getattr(config, "_experts_implementation", None) == NAME
+    return chosen and hasattr(experts, "has_gate")
 
 
 @contextmanager

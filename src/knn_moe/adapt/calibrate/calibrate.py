@@ -1,4 +1,4 @@
-"""Calibrate a memory on its own reference set: choose neighbours, widths, values and layers.
+"""Calibrate a memory on its own reference set: choose neighbours, widths and values.
 
 On one part of the examples it is chosen how far values start from the router's own logits
 (start.py), widths are fitted (fit.py), and values are trained at several rates (values.py). By a
@@ -56,8 +56,8 @@ def calibrate(
 ) -> Calibration:
     """Find how `memory` is best used on `model`, and how much it gains. Neither is changed.
 
-    Of the memory's routing, layers and index are kept; the similarity becomes RBF. Searches are
-    exact.
+    Of the memory's routing, layers and index are kept; the similarity becomes RBF, and first tokens
+    are left to the router. Searches are exact.
 
     Args:
         model: The model that the memory was built for.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 from knn_moe.adapt.calibrate.fit import (
     FitCases,
     FitData,
-    FittedRecall,
     install_fitted_recall,
     mean_loss,
 )
@@ -82,16 +80,9 @@ def _root_mean_square(numbers: Tensor) -> float:
 
 @torch.no_grad()
 def measure_loss(model: nn.Module, cases: Sequence[FitCases], data: FitData, k: int) -> float:
-    """Return the loss per token of `data` with `cases` recalled; infinite where it is not finite.
-
-    No cases: the loss of the model alone.
-    """
+    """Return the loss per token of `data` with `cases` recalled; infinite if it is not finite."""
     total = tokens = 0.0
-    with freeze(model), ExitStack() as stack:
-        recalls: list[FittedRecall] = []
-        if cases:
-            recalling = install_fitted_recall(cases, WidthParameters.of(cases), k)
-            recalls = stack.enter_context(recalling)
+    with freeze(model), install_fitted_recall(cases, WidthParameters.of(cases), k) as recalls:
         for place, batch in enumerate(data.batches):
             count = int(batch.scored.sum())
             total += count * float(mean_loss(model, recalls, data, place))

@@ -140,7 +140,7 @@ class Calibrator:
             return choose_start(self.model, directions, sample, self.ks[-1])
 
     def try_unchanged(self) -> Trial | None:
-        """Try the memory as it is used now.
+        """Try the memory as it is used now, but for the first token.
 
         None where that cannot be judged here: another similarity than RBF, or a routing that these
         very examples may have chosen before.
@@ -149,7 +149,8 @@ class Calibrator:
         calibrated = self.memory.manifest.calibration is not None
         if calibrated or routing.similarity != "rbf":
             return None
-        return self._judge_trial("unchanged", routing, self.cases)
+        sparing = replace(routing, spare_first_token=True)
+        return self._judge_trial("unchanged", sparing, self.cases)
 
     def try_widths(self, k: int, start: Trial | None = None) -> Trial | None:
         """Fit widths for K = k, and rescale the values, unless they are to stay.
