@@ -74,7 +74,10 @@ def test_sequences_that_share_a_row_begin_at_position_0(
     zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, ids: Tensor
 ) -> None:
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]])
-    run = lambda: zoo_olmoe(ids, position_ids=positions, use_cache=False)  # noqa: E731
+
+    def run() -> object:
+        return zoo_olmoe(ids, position_ids=positions, use_cache=False)
+
     (spared,) = spared_tokens(zoo_olmoe, zoo_memory, run, SPARING)
     assert spared.nonzero().flatten().tolist() == [0, 4, 7, 9, 13, 16]
 
@@ -98,35 +101,38 @@ def test_a_prompt_of_one_token(
     static: bool, zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, ids: Tensor
 ) -> None:
     cache = "static" if static else None
-    run = (
-        lambda: zoo_olmoe.generate(  # noqa: E731
+
+    def run() -> object:
+        return zoo_olmoe.generate(
             ids[:, :1], max_new_tokens=3, eos_token_id=None, cache_implementation=cache
         )
-    )
+
     spared = spared_tokens(zoo_olmoe, zoo_memory, run, SPARING)
     assert [call.nonzero().flatten().tolist() for call in spared] == [[0, 1], [], []]
 
 
+@pytest.mark.parametrize("start", [0, 5], ids=["padding counted", "offset"])
 def test_positions_that_do_not_begin_at_0(
-    zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, ids: Tensor
+    start: int, zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, ids: Tensor
 ) -> None:
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
-    for start in (0, 5):  # of padding too, or an offset
-        positions = torch.arange(start, start + 9)[None]
-        run = lambda where=positions: zoo_olmoe(  # noqa: E731
-            ids, attention_mask=mask, position_ids=where, use_cache=False
-        )
-        (spared,) = spared_tokens(zoo_olmoe, zoo_memory, run, SPARING)
-        assert spared.nonzero().flatten().tolist() == [0, 12]
+    positions = torch.arange(start, start + 9)[None]
+
+    def run() -> object:
+        return zoo_olmoe(ids, attention_mask=mask, position_ids=positions, use_cache=False)
+
+    (spared,) = spared_tokens(zoo_olmoe, zoo_memory, run, SPARING)
+    assert spared.nonzero().flatten().tolist() == [0, 12]
 
 
 def test_generation_spares_the_prompts_first_token_alone(
     zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, ids: Tensor
 ) -> None:
-    run = lambda: zoo_olmoe.generate(  # noqa: E731
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, eos_token_id=None
-    )
+    def run() -> object:
+        mask = torch.ones_like(ids)
+        return zoo_olmoe.generate(ids, attention_mask=mask, max_new_tokens=3, eos_token_id=None)
+
     spared = spared_tokens(zoo_olmoe, zoo_memory, run, SPARING)
     assert [call.nonzero().flatten().tolist() for call in spared] == [[0, 9], [], []]
 
