@@ -331,7 +331,8 @@ def _first_tokens(
 ) -> Tensor | None:
     """Return the tokens of this step that begin a sequence [B, T]; None if none does.
 
-    A decode step costs nothing: it is told by the cache, without a look at the device.
+    A decode step costs nothing: it is one token after a cache that is not empty, and no tensor is
+    read to know that.
     """
     tokens = _tokens(args, kwargs)
     if tokens is None:

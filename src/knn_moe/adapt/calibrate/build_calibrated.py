@@ -104,8 +104,8 @@ def build_calibrated(
     with calibrating(model, memory, calibration):
         search.run()
         found = conclude(search, started)
-        if calibration.value_rates:
-            memory = memory if found.helps else _shorten(model, memory)
+        if calibration.value_rates and not found.helps:
+            memory = _shorten(model, memory)
     seconds = {**clock.seconds, **found.seconds_by_part}
     found = replace(found, token_choices=tried, seconds_by_part=seconds)
     return _write(found.apply(memory), memory, folder), found
