@@ -8,7 +8,7 @@ DOCS   := $(VENV)/.docs
 PYTEST := -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-models test-oldest pytest lint types format bench publish docs docs-cli clean
+.PHONY: help demo test test-fast test-models test-oldest campaign pytest lint types format bench publish docs docs-cli clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -35,6 +35,9 @@ test-fast: $(STAMP)  ## the tests that take less than about half a second each
 MODEL_TESTS := tests/routers tests/inference tests/recall tests/explain tests/adapt tests/build tests/test_proof.py tests/test_embedded_models.py tests/memory
 test-models: $(STAMP)  ## the tests that run models
 	$(BIN)/python $(PYTEST) $(MODEL_TESTS)
+
+campaign: $(STAMP)  ## inject thousands of faults (kills, power cuts, forged memories, …) and count the harm
+	PYTHONPATH=tests $(BIN)/python -m campaigns
 
 lint: $(STAMP)  ## ruff: lint and format
 	$(BIN)/ruff check .

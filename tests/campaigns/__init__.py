@@ -1,0 +1,10 @@
+"""Campaigns: many injected faults, bounded and seeded, and what they did to the project.
+
+Each module has `run(count, seed, scratch) -> Tally`, which injects `count` faults drawn from `seed`
+and uses only files under `scratch`.
+"""
+
+from typing import Final
+
+# The faults of each campaign's long form.
+CAMPAIGNS: Final[dict[str, int]] = {}
