@@ -1,10 +1,14 @@
 """Campaigns: many injected faults, bounded and seeded, and what they did to the project.
 
 Each module has `run(count, seed, scratch) -> Tally`, which injects `count` faults drawn from `seed`
-and uses only files under `scratch`.
+and uses only files under `scratch`. One that cannot run everywhere has `unavailable(scratch)`,
+which returns the reason where it cannot.
 """
 
 from typing import Final
 
 # The faults of each campaign's long form.
-CAMPAIGNS: Final[dict[str, int]] = {}
+CAMPAIGNS: Final[dict[str, int]] = {
+    "kills": 2000,
+    "power_cuts": 200,
+}

@@ -32,8 +32,12 @@ def main() -> int:
     for name in options.names or CAMPAIGNS:
         campaign = importlib.import_module(f"campaigns.{name}")
         began = time.monotonic()
-        with tempfile.TemporaryDirectory(prefix=f"campaign-{name}-") as scratch:
-            tally = campaign.run(options.count or CAMPAIGNS[name], options.seed, Path(scratch))
+        with tempfile.TemporaryDirectory(prefix=f"campaign-{name}-") as folder:
+            scratch = Path(folder)
+            if hasattr(campaign, "unavailable") and (reason := campaign.unavailable(scratch)):
+                print(f"{name}: skipped, because {reason}", flush=True)
+                continue
+            tally = campaign.run(options.count or CAMPAIGNS[name], options.seed, scratch)
         print(tally.table(), f"({time.monotonic() - began:.0f} s)", flush=True)
         harmed = harmed or bool(tally.failures)
     return int(harmed)

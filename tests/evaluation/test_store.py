@@ -55,12 +55,36 @@ def test_a_run_of_the_version_before_has_the_current_names(tmp_path: Path) -> No
     assert RunFolder(tmp_path).begin(facts, resume=True, overwrite=False) == []
 
 
-def test_incomplete_batches_are_dropped_and_malformed_lines_refused(tmp_path: Path) -> None:
+def test_incomplete_batches_are_dropped_and_malformed_lines_end_a_run(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.begin(FACTS, resume=False, overwrite=False)
     folder.append(SAMPLES[1:])
     assert read_run(folder.path).samples == SAMPLES[2:]
     with (folder.path / "samples.jsonl").open("a", encoding="utf8") as file:
+        file.write(json.dumps({"id": "3", "colour": "red"}) + "\n" + "\0" * 9 + "\n")
+    assert folder.begin(FACTS, resume=True, overwrite=False) == SAMPLES[2:]
+    folder.append(SAMPLES[:2])
+    folder.finish(1.0, {})
+    with (folder.path / "samples.jsonl").open("a", encoding="utf8") as file:
         file.write(json.dumps({"id": "3", "colour": "red"}) + "\n")
     with pytest.raises(RunError, match="is not a sample"):
         read_run(folder.path)
+
+
+def test_a_run_is_described_after_its_samples_are_emptied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.begin(FACTS, resume=False, overwrite=False)
+    folder.append(SAMPLES)
+    folder.finish(1.0, {})
+
+    def die(path: Path, text: str) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("knn_moe.evaluation.store.write_whole", die)
+        with pytest.raises(KeyboardInterrupt):
+            folder.begin(FACTS, resume=False, overwrite=True)
+    assert folder.begin(FACTS, resume=True, overwrite=False) == []
+    assert read_run(folder.path).samples == []

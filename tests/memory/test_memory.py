@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -113,6 +114,57 @@ def test_saving_over_something_is_refused(
     with pytest.raises(MemoryFormatError, match="will not be overwritten"):
         built.save_pretrained(tmp_path / "thesis", overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["memory", "thesis"]
+
+
+def test_nothing_of_the_users_is_deleted(
+    built: RoutingMemory, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    built.save_pretrained(link, overwrite=True)
+    assert link.readlink() == folder
+    assert_same(RoutingMemory.from_pretrained(folder), built)
+    monkeypatch.chdir(folder)
+    with pytest.raises(MemoryFormatError, match="is the current folder"):
+        built.save_pretrained(".", overwrite=True)
+    monkeypatch.chdir(tmp_path)
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(MemoryFormatError, match=r"holds 'notes\.txt' beside a memory"):
+        built.save_pretrained(folder, overwrite=True)
+    assert (folder / "notes.txt").read_text() == "mine"
+    assert_same(RoutingMemory.from_pretrained(folder), built)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "memory"]
+
+
+@pytest.mark.slow
+def test_readers_see_the_old_or_the_new_memory(
+    built: RoutingMemory, folder: Path, zoo_tokenizer: object
+) -> None:
+    other = build_memory(family("olmoe"), zoo_tokenizer, make_texts(3, seed=4))
+    process = os.fork()
+    if not process:
+        for memory in [other, built] * 20:
+            memory.save_pretrained(folder, overwrite=True)
+        os._exit(0)
+    seen = set()
+    while os.waitpid(process, os.WNOHANG) == (0, 0):
+        opened = RoutingMemory.from_pretrained(folder)
+        seen.add(len(opened))
+        assert len(opened.layers[1].keys) == len(opened)
+        expected = built if len(opened) == len(built) else other
+        assert torch.equal(opened.layers[1].values, expected.layers[1].values)
+    assert seen == {len(built), len(other)}
+
+
+def test_merging_in_place_again_is_refused(
+    built: RoutingMemory, folder: Path, zoo_tokenizer: object
+) -> None:
+    other = build_memory(family("olmoe"), zoo_tokenizer, make_texts(3, seed=4))
+    opened = RoutingMemory.from_pretrained(folder)
+    whole = opened.merge(other, folder=folder, overwrite=True)
+    assert len(whole) == len(built) + len(other)
+    with pytest.raises(MemoryMismatchError, match="nothing to merge"):
+        whole.merge(other, folder=folder, overwrite=True)
 
 
 def test_a_failed_save_leaves_nothing(

@@ -33,9 +33,13 @@ class BackgroundWriter:
         self.copying: list[Tensor] = []
 
     def submit(
-        self, layers: Mapping[int, OptimisedLayer], batch: Batch, on_written: Callable[[], None]
+        self,
+        layers: Mapping[int, OptimisedLayer],
+        batch: Batch,
+        on_written: Callable[[list[int]], None],
     ) -> None:
-        """Write the kept rows of every layer, then call `on_written` at once."""
+        """Write the kept rows of every layer, then call `on_written` with their CRC-32: of keys and
+        values, layer by layer."""
         self.wait()
         writes = []
         for layer, found in layers.items():
@@ -46,9 +50,7 @@ class BackgroundWriter:
             writes.append(self.pool.submit(self._write, layer, hosts, batch))
 
         def finish() -> None:  # begins after the writes have: the pool is first in, first out
-            for write in writes:
-                write.result()
-            on_written()
+            on_written([crc for write in writes for crc in write.result()])
 
         self.pending = self.pool.submit(finish)
 
@@ -61,7 +63,8 @@ class BackgroundWriter:
 
     def _write(
         self, layer: int, hosts: Mapping[str, tuple[Tensor, torch.cuda.Event | None]], batch: Batch
-    ) -> None:
+    ) -> list[int]:
+        crcs = []
         for name, (host, copied) in hosts.items():
             if copied is not None:
                 copied.synchronize()
@@ -70,7 +73,8 @@ class BackgroundWriter:
                     f"Layer {layer}'s optimised logits are not finite. Lower the learning rate, or "
                     f"load the model in a wider precision."
                 )
-            self.writer.write(layer, name, host, batch.spans)
+            crcs.append(self.writer.write(layer, name, host, batch.spans))
+        return crcs
 
     def _to_host(
         self, place: tuple[int, str], tensor: Tensor, batch: Batch

@@ -2,15 +2,15 @@
 
 Puts together the reference tokens (reference/windows.py), the optimisation (optimise.py) and the
 writer. While one batch is written, the next is computed. Peak memory is that of two batches and the
-reference's token ids, however many keys there are. A killed build is resumed where it stopped: a
-journal names the batches whose rows are on disk (checkpoint.py).
+reference's token ids, however many keys there are. A killed build is resumed where it stopped: its
+workspace (workspace.py) has a journal of the batches whose rows are on disk (checkpoint.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ import torch
 from torch import nn
 
 from knn_moe.build.background_writer import BackgroundWriter
-from knn_moe.build.checkpoint import BuildCheckpoint
+from knn_moe.build.checkpoint import BuildCheckpoint, make_plan
 from knn_moe.build.optimise import optimise_routing
+from knn_moe.build.workspace import Workspace, partial_folder
 from knn_moe.config import BuildConfig
 from knn_moe.errors import BuildError, ReferenceSetError
 from knn_moe.memory.files import refuse_existing
@@ -42,7 +43,7 @@ from knn_moe.routers.model_state import (
     uncompiled,
     unwrap,
 )
-from knn_moe.support.files import TemporaryFolder
+from knn_moe.support.folders import TemporaryFolder
 from knn_moe.support.progress import OnProgress, Progress, ignore_progress
 
 
@@ -53,6 +54,7 @@ def build_memory(
     config: BuildConfig | None = None,
     *,
     folder: str | Path | None = None,
+    overwrite: bool = False,
     on_progress: OnProgress = ignore_progress,
 ) -> RoutingMemory:
     """Build a memory of `examples` for `model`, which is left as it was.
@@ -65,6 +67,7 @@ def build_memory(
         folder: Where the memory is streamed to and opened from, memory-mapped. A build of the same
             model, reference set and config that was killed on its way there is resumed. None: a
             temporary folder that lives as long as the memory.
+        overwrite: Replace a memory that is in `folder`, once the new one is whole.
         on_progress: Called with tokens done and in all: "resuming" for those that an earlier run
             did, "optimising", then "sealing".
 
@@ -72,15 +75,42 @@ def build_memory(
         The memory, opened from its folder.
 
     Raises:
-        BuildError: The model has a memory attached, or `folder` holds part of another build.
+        BuildError: The model has a memory attached, another process builds to `folder`, or it
+            holds part of another build.
+        MemoryFormatError: There is something in `folder`, and `overwrite` is not set.
         ReferenceSetError: The examples cannot be read, or do not fit the model.
         ModelTooLargeError: A batch does not fit in memory beside the model.
     """
-    config = config or BuildConfig()
-    model = uncompiled(model)
     holds = TemporaryFolder() if folder is None else None
     target = holds.path / "memory" if holds else Path(str(folder))
-    refuse_existing(target, overwrite=False)
+    to = Destination(target=target, overwrite=overwrite, durable=holds is None)
+    memory = build_to(to, model, tokenizer, examples, config or BuildConfig(), on_progress)
+    return replace(memory, _holds=holds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Destination:
+    """Where a memory is built to."""
+
+    target: Path
+    overwrite: bool = False
+    durable: bool = True  # wait for the disk
+    part: bool = False  # of a larger job, which finds the memory when it is resumed
+
+
+def build_to(
+    to: Destination,
+    model: nn.Module,
+    tokenizer: Any,
+    examples: str | Path | Iterable[ExampleLike],
+    config: BuildConfig,
+    on_progress: OnProgress,
+) -> RoutingMemory:
+    """Build a memory as `build_memory` does, or open it if it was built there by a job like this
+    that was killed."""
+    model = uncompiled(model)
+    if not partial_folder(to.target).exists():
+        refuse_existing(to.target, overwrite=to.overwrite)  # before the examples are read
     routers = find_routers(model)
     if any(find_hook(router) for router in routers):
         raise BuildError("The model has a memory attached. Detach it before building another.")
@@ -95,15 +125,20 @@ def build_memory(
         router.layer: LayerShape(router.hidden_size, router.num_experts, _key_dtype(model))
         for router in routers
     }
-    with BuildCheckpoint(target, manifest, reference.provenance, shapes) as checkpoint:
-        forget_compiled_graphs()
-        with freeze(model), use_grouped_experts(model):
-            _fill(model, routers, reference, checkpoint, on_progress)
-        total = len(reference.provenance.stream)
-        on_progress(Progress("sealing", 0, total))
-        checkpoint.publish(manifest, device=routers[0].device)
-        on_progress(Progress("sealing", total, total))
-    return replace(RoutingMemory.from_pretrained(target, verify=False), _holds=holds)
+    plan = make_plan(manifest, reference.provenance, shapes)
+    with Workspace(to.target, plan, overwrite=to.overwrite, durable=to.durable) as workspace:
+        if not workspace.published:
+            with BuildCheckpoint(workspace, manifest, reference.provenance, shapes) as checkpoint:
+                forget_compiled_graphs()
+                with freeze(model), use_grouped_experts(model):
+                    _fill(model, routers, reference, checkpoint, on_progress)
+                total = len(reference.provenance.stream)
+                on_progress(Progress("sealing", 0, total))
+                checkpoint.publish(routers[0].device, keep=to.part)
+                on_progress(Progress("sealing", total, total))
+        elif not to.part:
+            workspace.remove()
+    return RoutingMemory.from_pretrained(to.target, verify=False)
 
 
 def _fill(
@@ -121,7 +156,7 @@ def _fill(
         for number, batch in enumerate(reference.batches(config.batch_tokens)):
             tokens = int(batch.real.sum())
             done += tokens
-            if number in checkpoint.finished:
+            if checkpoint.has(number, batch):
                 resumed += tokens
                 on_progress(Progress("resuming", resumed, total))
                 continue

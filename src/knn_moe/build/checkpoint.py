@@ -1,87 +1,99 @@
-"""The folder a build works in, from which a killed build is resumed.
+"""A build's rows in its workspace, batch by batch, and which batches a resumed build can trust.
 
-NAME.partial/plan.json      all that decides the result: compared before a build is resumed
-NAME.partial/journal.txt    the number of each batch whose rows are on disk, a line each
-NAME.partial/memory/        the memory so far; renamed to NAME when it is whole
+NAME.partial/journal.txt    a line for each batch whose rows are on disk: its number, and a CRC-32
+                            of its keys and of its values in each layer
+NAME.partial/memory/        the memory so far
+
+A line is written after the rows it speaks of, and believed only if the rows agree with it: neither
+a kill nor a power cut can make a resumed build keep rows that were never written.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
+import os
+import re
 import shutil
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 import torch
 
+from knn_moe.build.workspace import Workspace
 from knn_moe.errors import BuildError
 from knn_moe.memory.gamma import estimate_gammas
 from knn_moe.memory.layers import LayerShape
 from knn_moe.memory.manifest import MemoryManifest
 from knn_moe.memory.writer import MemoryWriter
 from knn_moe.reference.provenance import Provenance
+from knn_moe.reference.windows import Batch
 
-
-def partial_folder(target: Path) -> Path:
-    """Return the folder that a build of `target` works in."""
-    return target.with_name(f"{target.name}.partial")
+_LINE: Final = re.compile(rb"(\d{1,18})((?: [0-9a-f]{8})+)")
 
 
 class BuildCheckpoint:
-    """The partial folder of `target`: fresh, or left by a killed build of the same memory.
+    """The rows of a build in `workspace`: none yet, or those of a build that was interrupted.
 
     Raises:
-        BuildError: The folder is of another build, or the disk is too small.
+        BuildError: The disk is too small.
     """
 
     def __init__(
         self,
-        target: Path,
+        workspace: Workspace,
         manifest: MemoryManifest,
         provenance: Provenance,
         shapes: Mapping[int, LayerShape],
     ) -> None:
-        self.target = target
+        self.workspace = workspace
         self.manifest = manifest
-        self.root = partial_folder(target)
-        self.journal = self.root / "journal.txt"
-        plan = _plan(manifest, provenance, shapes)
-        fresh = not self.journal.is_file()
-        if not fresh and _read_plan(self.root) != plan:
-            raise BuildError(
-                f"{str(self.root)!r} holds part of a build with another model, reference set or "
-                f"config, or by another version. Delete it to start over, or build to another "
-                f"folder."
-            )
-        self.finished = set() if fresh else _read_journal(self.journal)
+        self.journal = workspace.root / "journal.txt"
+        self.memory = workspace.root / "memory"
+        self._lines = _read_journal(self.journal)
         try:
-            if fresh:
-                shutil.rmtree(self.root, ignore_errors=True)
-                (self.root / "memory").mkdir(parents=True)
-                (self.root / "plan.json").write_text(json.dumps(plan, indent=2), encoding="utf8")
-                _require_space(self.root, provenance, shapes)
-            self.writer = MemoryWriter(self.root / "memory", provenance, shapes, fresh=fresh)
-            # If there is a journal, every file has its full size and its header.
-            self.journal.touch()
+            self.memory.mkdir(exist_ok=True)
+            if not self._lines:
+                _require_space(workspace.root, provenance, shapes)
+            fresh = not self._lines
+            self.writer = MemoryWriter(self.memory, provenance, shapes, fresh=fresh)
         except BaseException:
-            if fresh:
-                shutil.rmtree(self.root, ignore_errors=True)
+            self._forget_if_empty()
             raise
 
-    def mark(self, batch: int) -> None:
-        """Record that all rows of `batch` are in the files."""
-        with self.journal.open("a", encoding="utf8") as lines:
-            lines.write(f"{batch}\n")
+    def has(self, number: int, batch: Batch) -> bool:
+        """Tell whether all rows of a batch are in the files."""
+        line = self._lines.get(number)
+        if line is None:
+            return False
+        if line == self.writer.crcs(batch.spans):
+            return True
+        warnings.warn(
+            f"{str(self.workspace.root)!r} is damaged: rows that it names are not in it. They are "
+            f"computed again.",
+            stacklevel=4,
+        )
+        return False
 
-    def publish(self, manifest: MemoryManifest, device: torch.device) -> None:
-        """Compute γ on `device`, seal the memory and remove the folder."""
+    def mark(self, batch: int, crcs: Sequence[int]) -> None:
+        """Record that all rows of `batch` are in the files, and their CRC-32."""
+        if self.workspace.durable:
+            self.writer.sync()
+        line = f"{batch} {' '.join(f'{crc:08x}' for crc in crcs)}\n"
+        with self.journal.open("a", encoding="ascii") as lines:
+            lines.write(line)
+            lines.flush()
+            if self.workspace.durable:
+                os.fsync(lines.fileno())
+
+    def publish(self, device: torch.device, *, keep: bool = False) -> None:
+        """Compute γ on `device`, seal the memory and give it its name; `keep` as in Workspace."""
         with self.writer.checksums() as described:
             gammas = estimate_gammas(self.writer.keys(), self.writer.provenance, device)
-            self.writer.publish(manifest, self.target, gammas, described)
-        shutil.rmtree(self.root)
+            self.writer.seal(self.manifest, gammas, described)
+        self.workspace.publish(self.memory, keep=keep)
 
     def __enter__(self) -> BuildCheckpoint:
         return self
@@ -93,34 +105,50 @@ class BuildCheckpoint:
         trace: TracebackType | None,
     ) -> None:
         self.writer.close()
-        # An error before the first batch leaves nothing to resume from.
-        if kind is not None and self.root.exists() and not self.journal.stat().st_size:
-            shutil.rmtree(self.root, ignore_errors=True)
+        self._forget_if_empty()
+
+    def _forget_if_empty(self) -> None:
+        """Remove the files of a build that has no batch to resume from."""
+        if not self.journal.exists() or not self.journal.stat().st_size:
+            self.journal.unlink(missing_ok=True)
+            shutil.rmtree(self.memory, ignore_errors=True)
 
 
-def _plan(
+def make_plan(
     manifest: MemoryManifest, provenance: Provenance, shapes: Mapping[int, LayerShape]
 ) -> dict[str, Any]:
+    """Return all that decides a memory, as JSON takes it."""
+    layers = {str(index): [*shape[:2], str(shape.dtype)] for index, shape in shapes.items()}
+    reference = digest_reference(provenance)
+    return {**manifest.to_dict(), "reference": reference, "shapes": layers}
+
+
+def digest_reference(provenance: Provenance) -> str:
+    """Return the SHA-256 of the reference tokens and of the places that become cases."""
     digest = hashlib.sha256()
     for column in provenance.tensors().values():
         digest.update(column.numpy().tobytes())
-    layers = {str(index): [*shape[:2], str(shape.dtype)] for index, shape in shapes.items()}
-    return {**manifest.to_dict(), "reference": digest.hexdigest(), "shapes": layers}
+    return digest.hexdigest()
 
 
-def _read_plan(root: Path) -> Any:
+def _read_journal(path: Path) -> dict[int, list[int]]:
+    """Return the CRCs of each finished batch, and remove what is no line: half of one after a kill,
+    anything after a power cut."""
     try:
-        return json.loads((root / "plan.json").read_text(encoding="utf8"))
-    except (OSError, ValueError):
-        return None
-
-
-def _read_journal(path: Path) -> set[int]:
-    """Return the finished batches. A kill may leave half a line, which is cut off."""
-    text = path.read_text(encoding="utf8")
-    whole = text[: text.rfind("\n") + 1]
-    path.write_text(whole, encoding="utf8")
-    return {int(line) for line in whole.splitlines()}
+        text = path.read_bytes()
+    except FileNotFoundError:
+        return {}
+    found = [_LINE.fullmatch(line) for line in text.split(b"\n")[:-1]]
+    matches = [match for match in found if match]
+    if len(matches) < len(found):
+        warnings.warn(
+            f"{str(path)!r} is damaged. The batches that it does not name are computed again.",
+            stacklevel=4,
+        )
+    path.write_bytes(b"".join(match.group() + b"\n" for match in matches))
+    return {
+        int(match.group(1)): [int(crc, 16) for crc in match.group(2).split()] for match in matches
+    }
 
 
 def _require_space(root: Path, provenance: Provenance, shapes: Mapping[int, LayerShape]) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import click
 from click.core import ParameterSource
@@ -16,10 +15,10 @@ from knn_moe.cli.common import (
     PATH,
     json_option,
     load_model,
-    log,
     model_options,
     output_option,
     pick_given,
+    print_note,
     show_progress,
     show_written,
 )
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from knn_moe.config import BuildConfig
     from knn_moe.memory.memory import RoutingMemory
 
+Inputs: TypeAlias = tuple[Any, Any, Path, "BuildConfig"]  # model, tokenizer, reference, config
 _CONFIG: Final = (
     "preset", "steps", "learning_rate", "gradient", "tokens", "loss", "max_length",
     "batch_tokens",
@@ -114,24 +114,21 @@ def command(model: str, reference: Path, output: Path, as_json: bool, **options:
     "text", "prompt" and "completion", or "messages" on each line, or a .txt file, which is one
     text. An interrupted build leaves OUTPUT.partial, from which --resume continues.
     """
-    from knn_moe.memory.files import publish, refuse_existing
     from knn_moe.reference.examples import iter_examples
 
     _check_combination(options)
     earlier = None if options["append"] is None else _open_appendable(options["append"])
     config = _build_config(options, earlier)
-    refuse_existing(output, overwrite=options["overwrite"])
-    target = _choose_target(output, options, apart=earlier is not None)
+    _check_output(output, overwrite=options["overwrite"], resume=options["resume"])
     for _ in iter_examples(reference):  # refuses a bad reference file before the model is loaded
         pass
     network, tokenizer = load_model(model, options["device"], options["dtype"])
+    inputs = (network, tokenizer, reference, config)
     if earlier is not None:
         _check_same_model(network, earlier)
-    memory, calibration = _build(network, tokenizer, reference, config, target, options)
-    if earlier is not None:
-        memory = _append(earlier, memory, output, overwrite=options["overwrite"])
-    elif target != output:
-        publish(target, output, overwrite=True)
+        memory, calibration = _append(earlier, inputs, output, options["overwrite"]), None
+    else:
+        memory, calibration = _build(inputs, output, options)
     report = {"calibration": calibration.report()} if calibration else {}
     if calibration and not as_json:
         show_calibration(calibration)
@@ -139,24 +136,21 @@ def command(model: str, reference: Path, output: Path, as_json: bool, **options:
 
 
 def _build(
-    model: Any,
-    tokenizer: Any,
-    reference: Path,
-    config: BuildConfig,
-    folder: Path,
-    options: Mapping[str, Any],
+    inputs: Inputs, folder: Path, options: Mapping[str, Any]
 ) -> tuple[RoutingMemory, Calibration | None]:
     from knn_moe.adapt.calibrate.build_calibrated import build_calibrated
     from knn_moe.build.build import build_memory
     from knn_moe.config import CalibrationConfig
-    from knn_moe.reference.examples import iter_examples
 
-    inputs = (model, tokenizer, iter_examples(reference), config)
+    overwrite = options["overwrite"]
     with show_progress("Building") as report:
         if not options["calibrate"]:
-            return build_memory(*inputs, folder=folder, on_progress=report), None
+            memory = build_memory(*inputs, folder=folder, overwrite=overwrite, on_progress=report)
+            return memory, None
         calibration = CalibrationConfig(head=options["head"])
-        return build_calibrated(*inputs, calibration, folder=folder, on_progress=report)
+        return build_calibrated(
+            *inputs, calibration, folder=folder, overwrite=overwrite, on_progress=report
+        )
 
 
 def _check_combination(options: Mapping[str, Any]) -> None:
@@ -224,40 +218,35 @@ def _build_config(options: Mapping[str, Any], earlier: RoutingMemory | None) -> 
     return replace(earlier.build, batch_tokens=batch_tokens)
 
 
-def _append(
-    earlier: RoutingMemory, new: RoutingMemory, output: Path, *, overwrite: bool
-) -> RoutingMemory:
-    """Write both memories as one to `output`, then delete the folder of the new one."""
-    with log.status("Appending"):
-        whole = earlier.merge(new, folder=output, overwrite=overwrite)
-    if new.folder is not None:
-        shutil.rmtree(new.folder)
-    if earlier.manifest.calibration is not None:
-        log.print("The calibration was for fewer examples and was removed. Calibrate again.")
+def _append(earlier: RoutingMemory, inputs: Inputs, output: Path, overwrite: bool) -> RoutingMemory:
+    """Build the new cases apart, and write both memories as one to `output`.
+
+    Appending in place once more, as after a kill, changes nothing: the examples are found there.
+    """
+    from knn_moe.build.append import append
+
+    with show_progress("Building") as report:
+        whole = append(earlier, *inputs, folder=output, overwrite=overwrite, on_progress=report)
+    if len(whole) == len(earlier):
+        print_note("The memory holds these examples already, so nothing was appended.")
+    elif earlier.manifest.calibration is not None:
+        print_note("The calibration was for fewer examples and was removed. Calibrate again.")
     return whole
 
 
-def _choose_target(output: Path, options: Mapping[str, Any], *, apart: bool) -> Path:
-    """Return the folder to build in.
-
-    It is not `output` if a memory there must last until the new one is done, or if the new cases
-    are built `apart`, to be appended.
-    """
-    from knn_moe.build.checkpoint import partial_folder
+def _check_output(output: Path, *, overwrite: bool, resume: bool) -> None:
+    """Refuse an output folder that is occupied, before the model is loaded."""
+    from knn_moe.build.workspace import discard, partial_folder
     from knn_moe.memory.files import refuse_existing
 
-    overwrite, resume = options["overwrite"], options["resume"]
-    beside = apart or (overwrite and output.exists())
-    target = output.with_name(f"{output.name}.new") if beside else output
-    partial = partial_folder(target)
-    if overwrite and not resume:
-        shutil.rmtree(partial, ignore_errors=True)
-        if target != output:
-            refuse_existing(target, overwrite=True)
-            shutil.rmtree(target, ignore_errors=True)
-    elif partial.exists() and not resume:
-        raise BuildError(
-            f"{str(partial)!r} contains an unfinished build. Use --resume to continue it, or "
-            f"--overwrite to start again."
-        )
-    return target
+    partial = partial_folder(output)
+    if partial.exists() and not resume:
+        if not overwrite:
+            raise BuildError(
+                f"{str(partial)!r} contains an unfinished build. Use --resume to continue it, or "
+                f"--overwrite to start again."
+            )
+        refuse_existing(output, overwrite=True)
+        discard(output)
+    if not partial.exists():
+        refuse_existing(output, overwrite=overwrite)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +21,7 @@ from knn_moe.cli.common import (
     print_table,
     show_progress,
 )
+from knn_moe.support.folders import put_in_place, scratch_beside
 
 if TYPE_CHECKING:
     from knn_moe.demo.demo import DemoResult
@@ -140,16 +140,9 @@ def _refuse_other_folders(out: Path) -> None:
 def _replace_folder(out: Path) -> Iterator[Path]:
     """Yield a new folder, which replaces `out` unless there is an exception."""
     target = out.resolve()  # a link stays, and what it points to is replaced
-    partial = target.with_name(f".{target.name}.new")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        if target.exists():
-            shutil.rmtree(target)
-        partial.rename(target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with scratch_beside(target) as scratch:
+        yield scratch
+        put_in_place(scratch, target)
 
 
 def _print(result: DemoResult, out: Path) -> None:

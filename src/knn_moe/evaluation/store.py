@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -62,12 +61,12 @@ class RunFolder:
         Raises:
             RunError: There is a run already, or it differs from this one in a fact.
         """
-        if overwrite and self.path.exists():
-            shutil.rmtree(self.path)
-        if not (self.path / _RUN).exists():
+        if overwrite or not (self.path / _RUN).exists():
+            # A run is described last, so that samples of another run never belong to it.
             self.path.mkdir(parents=True, exist_ok=True)
+            (self.path / _RUN).unlink(missing_ok=True)
+            write_whole(self.path / _SAMPLES, "")
             self._write({"format": FORMAT, "finished": False, **facts})
-            (self.path / _SAMPLES).write_text("", encoding="utf8")
             return []
         if not resume:
             self.refuse_existing()
@@ -134,21 +133,29 @@ def read_run(folder: Path) -> Run:
     method = facts.get("method_facts", {})
     if "routing" in method:
         method["routing"] = rename_routing(method["routing"])
-    samples = _read_samples(folder / _SAMPLES)
+    samples = _read_samples(folder / _SAMPLES, finished=bool(facts.get("finished")))
     counts = Counter(sample.batch for sample in samples)
     sizes = facts["batches"]
     whole = [sample for sample in samples if counts[sample.batch] == sizes[sample.batch]]
     return Run(facts, whole)
 
 
-def _read_samples(path: Path) -> list[Sample]:
+def _read_samples(path: Path, *, finished: bool) -> list[Sample]:
+    """Read the samples of a run; of one that is not finished, those before a line that is none: a
+    power cut may leave anything there."""
     try:
-        lines = path.read_bytes().split(b"\n")
-        return [Sample.from_dict(json.loads(line)) for line in lines[:-1]]  # the last is cut off
+        lines = path.read_bytes().split(b"\n")[:-1]  # the last is cut off
     except OSError as error:
         raise RunError(f"Cannot read {str(path)!r}: {error}.") from None
-    except (ValueError, TypeError) as error:
-        raise RunError(f"A line of {str(path)!r} is not a sample: {error}.") from None
+    samples = []
+    for line in lines:
+        try:
+            samples.append(Sample.from_dict(json.loads(line)))
+        except (ValueError, TypeError) as error:
+            if finished:
+                raise RunError(f"A line of {str(path)!r} is not a sample: {error}.") from None
+            break
+    return samples
 
 
 def find_finished_run(folder: Path, wanted: Mapping[str, Any]) -> Run | None:

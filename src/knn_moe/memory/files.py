@@ -14,7 +14,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,12 +28,16 @@ from torch import Tensor
 from knn_moe.errors import MemoryFormatError
 from knn_moe.reference.windows import Span
 from knn_moe.support.files import write_whole
+from knn_moe.support.folders import put_in_place, sync_tree
 
 FORMAT_VERSION: Final = 5  # 3 and 4, which name some fields otherwise, are read as well
 CONFIG_FILE: Final = "memory_config.json"
 TOKENS_FILE: Final = "tokens.safetensors"
 HEAD_FILE: Final = "head.safetensors"
 _CHUNK: Final = 1 << 24
+_OWN_FILE: Final = re.compile(
+    rf"({CONFIG_FILE}|{TOKENS_FILE}|{HEAD_FILE}|README\.md|layer-\d+\.safetensors)(\.new)?"
+)
 _DTYPES: Final = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -89,25 +95,43 @@ class StreamedFile:
         self._begin = {name: start + len(header) for name, start in self._begin.items()}
         self.size = len(header) + place
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        if fresh:
-            os.ftruncate(self._descriptor, self.size)
-            os.pwrite(self._descriptor, header, 0)
+        os.ftruncate(self._descriptor, 0 if fresh else self.size)
+        os.ftruncate(self._descriptor, self.size)
+        os.pwrite(self._descriptor, header, 0)
 
-    def write(self, name: str, rows: Tensor, spans: Iterable[Span]) -> None:
-        """Put runs of `rows` in their places. Shapes: rows [n, ...], on the CPU.
+    def write(self, name: str, rows: Tensor, spans: Iterable[Span]) -> int:
+        """Put runs of `rows` in their places, and return the CRC-32 of what was written.
 
         Each run holds the interpreter's lock for an instant only, so that a GPU stays busy.
+        Shapes: rows [n, ...], on the CPU.
         """
+        crc = 0
         if not len(rows):
-            return
+            return crc
         data = memoryview(rows.contiguous().view(torch.uint8).numpy().data).cast("B")
         size = self.tensors[name].row_bytes
         for row, start, count in spans:
             part = data[start * size : (start + count) * size]
+            crc = zlib.crc32(part, crc)
             place = self._begin[name] + row * size
             while part:
                 written = os.pwrite(self._descriptor, part, place)
                 part, place = part[written:], place + written
+        return crc
+
+    def crc(self, name: str, spans: Iterable[Span]) -> int:
+        """Return the CRC-32 of the runs of a tensor that are in the file."""
+        crc, size = 0, self.tensors[name].row_bytes
+        for row, _, count in spans:
+            place = self._begin[name] + row * size
+            for start in range(0, count * size, _CHUNK):
+                length = min(_CHUNK, count * size - start)
+                crc = zlib.crc32(os.pread(self._descriptor, length, place + start), crc)
+        return crc
+
+    def sync(self) -> None:
+        """Wait until all that was written is on disk."""
+        os.fdatasync(self._descriptor)
 
     def close(self) -> None:
         os.close(self._descriptor)
@@ -191,6 +215,15 @@ def read_config(folder: Path) -> dict[str, Any]:
     return dict(config)
 
 
+def version_of(folder: Path) -> tuple[int, int] | None:
+    """Return what changes whenever a memory's folder is replaced or resealed."""
+    try:
+        found = folder.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_ctime_ns
+
+
 def download(repo_id: str, revision: str | None) -> Path:
     """Return the folder of a memory on the hub, downloaded unless it is there already."""
     from huggingface_hub import snapshot_download
@@ -221,7 +254,8 @@ def check_file(folder: Path, entry: Mapping[str, Any], *, contents: bool) -> Pat
 
 
 def refuse_existing(folder: Path, *, overwrite: bool) -> None:
-    """Raise MemoryFormatError if `folder` exists, unless it is a memory to overwrite."""
+    """Raise MemoryFormatError if `folder` exists, unless it is a memory, and nothing else, to
+    overwrite."""
     if not folder.exists():
         return
     if not overwrite:
@@ -230,16 +264,43 @@ def refuse_existing(folder: Path, *, overwrite: bool) -> None:
         )
     if not (folder / CONFIG_FILE).is_file():
         raise MemoryFormatError(f"{str(folder)!r} is not a memory and will not be overwritten.")
+    others = sorted(path.name for path in folder.iterdir() if not _OWN_FILE.fullmatch(path.name))
+    if others:
+        raise MemoryFormatError(
+            f"{str(folder)!r} holds {others[0]!r} beside a memory and will not be overwritten. "
+            f"Move it away, or choose another folder."
+        )
+    if Path.cwd().is_relative_to(folder.resolve()):
+        raise MemoryFormatError(
+            f"{str(folder)!r} is the current folder and will not be overwritten. Change to another "
+            f"folder first."
+        )
 
 
-def publish(partial: Path, folder: Path, *, overwrite: bool) -> None:
-    """Rename a finished folder into place, so that no reader ever sees half a memory."""
+def publish(partial: Path, folder: Path, *, overwrite: bool, durable: bool = True) -> None:
+    """Rename a finished folder into place, so that no reader ever sees half a memory.
+
+    A link stays a link: what it points to is replaced.
+
+    Args:
+        partial: The finished memory, on the same file system. In the end nothing has its name.
+        folder: The name it gets.
+        overwrite: Replace a memory that has that name.
+        durable: Wait until everything is on disk, so that a power cut loses neither memory.
+
+    Raises:
+        MemoryFormatError: As in `refuse_existing`.
+    """
+    folder = folder.resolve()
     refuse_existing(folder, overwrite=overwrite)
-    retired = folder.with_name(f".{folder.name}.old-{os.getpid()}")
-    if folder.exists():
-        folder.rename(retired)
-    partial.rename(folder)
-    shutil.rmtree(retired, ignore_errors=True)
+    if durable:
+        sync_tree(partial)
+    try:
+        put_in_place(partial, folder)
+    except FileExistsError:  # it has appeared since
+        refuse_existing(folder, overwrite=False)
+        raise
+    shutil.rmtree(partial, ignore_errors=True)
 
 
 def _digest(config: Mapping[str, Any]) -> str:

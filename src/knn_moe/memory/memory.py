@@ -18,18 +18,19 @@ import torch
 from torch import Tensor
 
 from knn_moe.config import BuildConfig, RoutingConfig
-from knn_moe.errors import ConfigError, MemoryFormatError, MemoryMismatchError
+from knn_moe.errors import ConfigError, MemoryFormatError
 from knn_moe.memory import files
 from knn_moe.memory.compressed import CompressedLayer
 from knn_moe.memory.gamma import estimate_gammas
 from knn_moe.memory.head_keys import HeadKeys, join_head_keys, uses_head_keys
 from knn_moe.memory.layers import LayerMemory
-from knn_moe.memory.manifest import MemoryManifest, join_scores
-from knn_moe.memory.writer import MemoryWriter, scratch_beside, write_layers
+from knn_moe.memory.manifest import MemoryManifest
+from knn_moe.memory.merging import check_mergeable, join_pruned, refuse_merging_again
+from knn_moe.memory.writer import MemoryWriter, write_layers
 from knn_moe.reference.provenance import Provenance, check_droppable, concatenate, owners
 from knn_moe.reference.windows import ReferenceTokens, Span
 from knn_moe.routers.fingerprint import ModelIdentity
-from knn_moe.support.files import TemporaryFolder
+from knn_moe.support.folders import TemporaryFolder, scratch_beside
 
 _ROWS: Final = 4096  # copied at a time
 
@@ -124,6 +125,20 @@ class RoutingMemory:
             MemoryFormatError: There is no memory, or it is truncated, edited or of a newer format.
         """
         folder = Path(source) if Path(source).is_dir() else files.download(str(source), revision)
+        while True:
+            # A writer may replace the folder meanwhile: then it is the new memory that is opened.
+            version = files.version_of(folder)
+            try:
+                memory = cls._open(folder, verify=verify)
+            except (MemoryFormatError, OSError):
+                if files.version_of(folder) == version:
+                    raise
+            else:
+                if files.version_of(folder) == version:
+                    return memory
+
+    @classmethod
+    def _open(cls, folder: Path, *, verify: bool) -> RoutingMemory:
         config = files.read_config(folder)
         head = config.get("head_keys")
         entries = [config["tokens"], *config["layers"], *([head] if head else [])]
@@ -206,13 +221,15 @@ class RoutingMemory:
         memories = [self, *others]
         for memory in memories:
             memory.full_layers()
-            _check_mergeable(self, memory)
+            check_mergeable(self, memory)
+        if folder is not None:
+            refuse_merging_again(memories, Path(folder))
         manifest = self.manifest.without_calibration()
         spare = any(memory.routing.spare_first_token for memory in memories)
         manifest = replace(
             manifest,
             routing=replace(manifest.routing, spare_first_token=spare),
-            pruned=_join_pruned(memories),
+            pruned=join_pruned(memories),
             values_trained=any(memory.manifest.values_trained for memory in memories),
         )
         provenance = concatenate([memory.provenance for memory in memories])
@@ -311,7 +328,15 @@ def _write_and_open(
     """Write as `_write` does, to `folder` or to one that lives as long as the memory."""
     holds = TemporaryFolder() if folder is None else None
     target = holds.path / "memory" if holds else Path(str(folder))
-    _write(target, memories, provenance, rows=rows, gammas=gammas, overwrite=overwrite)
+    _write(
+        target,
+        memories,
+        provenance,
+        rows=rows,
+        gammas=gammas,
+        overwrite=overwrite,
+        durable=holds is None,
+    )
     return replace(RoutingMemory.from_pretrained(target, verify=False), _holds=holds)
 
 
@@ -323,9 +348,11 @@ def _write(
     rows: Tensor | None = None,
     gammas: Mapping[int, float] | None = None,
     overwrite: bool,
+    durable: bool = True,
 ) -> None:
     """Write the cases of `memories`, one after the other, as one memory; with `rows`, only those of
     a single memory. Without `gammas` they are estimated."""
+    folder = folder.resolve()
     files.refuse_existing(folder, overwrite=overwrite)
     shapes = {index: layer.shape for index, layer in memories[0].full_layers().items()}
     with scratch_beside(folder) as scratch:
@@ -345,10 +372,8 @@ def _write(
             head_keys = join_head_keys(parts, provenance, rows, same=gammas is not None)
         with writer.checksums() as described:
             gammas = gammas or estimate_gammas(writer.keys(), provenance)
-            manifest = memories[0].manifest
-            writer.publish(
-                manifest, folder, gammas, described, head_keys=head_keys, overwrite=overwrite
-            )
+            writer.seal(memories[0].manifest, gammas, described, head_keys=head_keys)
+        files.publish(scratch, folder, overwrite=overwrite, durable=durable)
 
 
 def _parts(cases: int, rows: Tensor | None) -> Iterator[tuple[int, slice | Tensor]]:
@@ -383,37 +408,3 @@ def _read_layer(entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Laye
     if "index" in entry:
         return CompressedLayer.read(entry, tensors)
     return LayerMemory(gamma=entry["gamma"], **tensors)
-
-
-def _join_pruned(memories: Sequence[RoutingMemory]) -> dict[str, Any] | None:
-    """Say what pruning left of all memories together; None if none was pruned."""
-    cut = [memory.manifest.pruned for memory in memories if memory.manifest.pruned]
-    if not cut:
-        return None
-    cases = sum((memory.manifest.pruned or {}).get("cases", len(memory)) for memory in memories)
-    score = join_scores([facts["score"] for facts in cut])
-    rounds = max(facts["rounds"] for facts in cut)
-    return {"cases": cases, "kept": sum(map(len, memories)), "score": score, "rounds": rounds}
-
-
-def _check_mergeable(first: RoutingMemory, other: RoutingMemory) -> None:
-    if first.base_model.fingerprint != other.base_model.fingerprint:
-        raise MemoryMismatchError(
-            f"These memories belong to different models, {first.base_model} and "
-            f"{other.base_model}, and cannot be merged."
-        )
-    for name, verb in (("tokens", "keeps"), ("loss", "lowers the loss of")):
-        mine, theirs = (getattr(each.build, name) or each.build.tokens for each in (first, other))
-        if mine != theirs:
-            raise MemoryMismatchError(
-                f"One of these memories {verb} {mine} tokens and the other {theirs} tokens. Build "
-                f"them alike to merge them."
-            )
-    shapes, others = (
-        {index: layer.shape for index, layer in memory.layers.items()} for memory in (first, other)
-    )
-    if shapes != others:
-        raise MemoryMismatchError(
-            f"These memories hold different layers or precisions ({sorted(shapes)} and "
-            f"{sorted(others)}) and cannot be merged. Build them alike."
-        )

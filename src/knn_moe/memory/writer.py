@@ -6,8 +6,6 @@ each row goes to its place in a file of known size.
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,12 +23,17 @@ from knn_moe.memory.manifest import MemoryManifest
 from knn_moe.reference.provenance import Provenance
 from knn_moe.reference.windows import Span
 from knn_moe.support.files import write_whole
+from knn_moe.support.folders import scratch_beside
 
 _EARLIER_FIELDS: Final = ("learned", "domains")  # of a config of format 4
 
 
 class MemoryWriter:
-    """One partial folder, from its first row to its publication."""
+    """One partial folder, from its first row to its seal.
+
+    With `fresh=False` it goes on with the files of an earlier writer; what they lack or hold too
+    much is cut to size, and `crcs` tells which rows are there.
+    """
 
     def __init__(
         self,
@@ -43,8 +46,7 @@ class MemoryWriter:
         self.partial = partial
         self.provenance = provenance
         self.layers = list(layers)
-        if fresh:
-            files.write_tensors(partial / files.TOKENS_FILE, provenance.tensors())
+        files.write_tensors(partial / files.TOKENS_FILE, provenance.tensors())
         cases = len(provenance)
         self._files = {
             index: files.StreamedFile(
@@ -61,9 +63,25 @@ class MemoryWriter:
     def _path(self, layer: int) -> Path:
         return self.partial / files.layer_file(layer)
 
-    def write(self, layer: int, name: str, rows: Tensor, spans: Iterable[Span]) -> None:
-        """Write runs of a layer's "keys" or "values". Shapes: rows [n, d or N], on the CPU."""
-        self._files[layer].write(name, rows, spans)
+    def write(self, layer: int, name: str, rows: Tensor, spans: Iterable[Span]) -> int:
+        """Write runs of a layer's "keys" or "values", and return their CRC-32.
+
+        Shapes: rows [n, d or N], on the CPU.
+        """
+        return self._files[layer].write(name, rows, spans)
+
+    def crcs(self, spans: Sequence[Span]) -> list[int]:
+        """Return the CRC-32 of the runs in the files: keys and values of each layer in turn."""
+        return [
+            self._files[layer].crc(name, spans)
+            for layer in self.layers
+            for name in ("keys", "values")
+        ]
+
+    def sync(self) -> None:
+        """Wait until all rows that were written are on disk."""
+        for file in self._files.values():
+            file.sync()
 
     def close(self) -> None:
         """Close the files. Does nothing the second time."""
@@ -82,23 +100,21 @@ class MemoryWriter:
         with ThreadPoolExecutor() as pool:
             yield [pool.submit(files.describe_file, self._path(index)) for index in self.layers]
 
-    def publish(
+    def seal(
         self,
         manifest: MemoryManifest,
-        folder: Path,
         gammas: Mapping[int, float],
         described: Sequence[Future[dict[str, Any]]],
         *,
         head_keys: HeadKeys | None = None,
-        overwrite: bool = False,
     ) -> None:
-        """Seal what was written and rename it to `folder`. `described` comes from `checksums`."""
+        """Make the folder a whole memory. `described` comes from `checksums`."""
         entries = [
             {"layer": index, "gamma": gammas[index], **entry.result()}
             for index, entry in zip(self.layers, described, strict=True)
         ]
         written = {"layers": entries, **write_head_keys(self.partial, head_keys)}
-        seal(self.partial, manifest, self.provenance, written, folder, overwrite=overwrite)
+        seal(self.partial, manifest, self.provenance, written)
 
 
 def write_head_keys(partial: Path, head_keys: HeadKeys | None) -> dict[str, Any]:
@@ -111,15 +127,9 @@ def write_head_keys(partial: Path, head_keys: HeadKeys | None) -> dict[str, Any]
 
 
 def seal(
-    partial: Path,
-    manifest: MemoryManifest,
-    provenance: Provenance,
-    written: Mapping[str, Any],
-    folder: Path,
-    *,
-    overwrite: bool,
+    partial: Path, manifest: MemoryManifest, provenance: Provenance, written: Mapping[str, Any]
 ) -> None:
-    """Write config and card beside the files of `partial`, and rename it to `folder`.
+    """Write config and card beside the files of `partial`.
 
     `written` has the entries of "layers", and of "head_keys" if there are any.
     """
@@ -134,7 +144,6 @@ def seal(
     }
     (partial / "README.md").write_text(model_card(config), encoding="utf8")
     files.write_config(partial, config)
-    files.publish(partial, folder, overwrite=overwrite)
 
 
 def reseal(folder: Path, manifest: MemoryManifest) -> None:
@@ -144,19 +153,6 @@ def reseal(folder: Path, manifest: MemoryManifest) -> None:
         config.pop(name, None)
     write_whole(folder / "README.md", model_card(config))
     files.write_config(folder, config)
-
-
-@contextmanager
-def scratch_beside(folder: Path) -> Iterator[Path]:
-    """Make a hidden folder beside `folder`, to be sealed; remove it if anything fails."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    scratch.chmod(0o755)
-    try:
-        yield scratch
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
 
 
 def write_layers(
@@ -169,6 +165,7 @@ def write_layers(
     overwrite: bool,
 ) -> None:
     """Write a memory of layers that come whole, one at a time: number, config entry, tensors."""
+    folder = folder.resolve()
     files.refuse_existing(folder, overwrite=overwrite)
     with scratch_beside(folder) as scratch:
         files.write_tensors(scratch / files.TOKENS_FILE, provenance.tensors())
@@ -178,4 +175,5 @@ def write_layers(
             files.write_tensors(path, tensors)
             entries.append({"layer": index, **entry, **files.describe_file(path)})
         written = {"layers": entries, **write_head_keys(scratch, head_keys)}
-        seal(scratch, manifest, provenance, written, folder, overwrite=overwrite)
+        seal(scratch, manifest, provenance, written)
+        files.publish(scratch, folder, overwrite=overwrite)

@@ -191,6 +191,7 @@ def _build(context: TaskContext, preset: str, folder: Path | None) -> tuple[Rout
         context.examples,
         context.build_config(preset=preset),
         folder=folder,
+        overwrite=True,  # one whose seconds are unknown, or that is of other examples
         on_progress=show,
     )
     elapsed = time.perf_counter() - started

@@ -1,24 +1,30 @@
-"""Write files atomically; read lines; keep temporary folders for as long as they are used."""
+"""Write files atomically and durably; read lines."""
 
 from __future__ import annotations
 
 import gzip
-import shutil
-import tempfile
-import weakref
+import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 from knn_moe.errors import KnnMoeError
+from knn_moe.support.folders import sync
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write `text` to a file beside `path` and rename it: `path` never holds a part of it."""
+    """Write `text` to a file beside `path`, wait for the disk, and rename it.
+
+    `path` never holds a part of the text, also after a power cut.
+    """
     scratch = path.with_name(f"{path.name}.new")
     try:
-        scratch.write_text(text, encoding="utf8")
+        with scratch.open("w", encoding="utf8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
         scratch.replace(path)
+        sync(path.parent)
     except BaseException:
         scratch.unlink(missing_ok=True)
         raise
@@ -36,11 +42,3 @@ def read_lines(path: Path, error: type[KnnMoeError]) -> Iterator[tuple[int, str]
             yield from ((number, line) for number, line in enumerate(lines, 1) if line.strip())
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as reason:
         raise error(f"Cannot read {str(path)!r}: {reason}.") from None
-
-
-class TemporaryFolder:
-    """A folder that is removed together with the last reference to this object."""
-
-    def __init__(self) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix="knn-moe-"))
-        weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)

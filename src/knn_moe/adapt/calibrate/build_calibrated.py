@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -12,12 +13,14 @@ from torch import nn
 
 from knn_moe.adapt.calibrate.calibrate import calibrating, conclude
 from knn_moe.adapt.calibrate.clock import Clock
-from knn_moe.adapt.calibrate.result import Calibration, TokenChoice, write_calibrated
+from knn_moe.adapt.calibrate.result import Calibration, TokenChoice
 from knn_moe.adapt.calibrate.search import Search, no_finite_loss
 from knn_moe.adapt.calibrate.trials import Calibrator
-from knn_moe.build.build import build_memory, reference_tokens
+from knn_moe.build.build import Destination, build_memory, build_to, reference_tokens
+from knn_moe.build.checkpoint import digest_reference
 from knn_moe.build.optimise import optimise_routing
-from knn_moe.config import PRESETS, BuildConfig, CalibrationConfig
+from knn_moe.build.workspace import Workspace, partial_folder
+from knn_moe.config import PRESETS, BuildConfig, CalibrationConfig, as_json
 from knn_moe.errors import UnsupportedModelError
 from knn_moe.inference.attach import check_free
 from knn_moe.memory.files import refuse_existing
@@ -26,6 +29,7 @@ from knn_moe.reference.examples import ExampleLike, iter_examples
 from knn_moe.reference.splits import split
 from knn_moe.reference.windows import ReferenceTokens, make_batch
 from knn_moe.routers.find import find_routers
+from knn_moe.routers.fingerprint import identify
 from knn_moe.routers.grouped_experts import use_grouped_experts
 from knn_moe.routers.model_state import freeze, input_device, uncompiled
 from knn_moe.routers.own_logits import compute_own_logits
@@ -42,14 +46,15 @@ def build_calibrated(
     calibration: CalibrationConfig | None = None,
     *,
     folder: str | Path | None = None,
+    overwrite: bool = False,
     on_progress: OnProgress = ignore_progress,
 ) -> tuple[RoutingMemory, Calibration]:
     """Build a memory as `build_memory` does, with values, widths and K chosen by `examples`.
 
     One gradient step gives each case a direction; how far to go is calibrated. Examples with a
     prompt are judged by their completions, and it is chosen which tokens become cases and whose
-    loss is lowered, unless `config` says so. A kill during calibration leaves the memory as it was
-    built in `folder`; where there are tokens to choose among, it leaves nothing.
+    loss is lowered, unless `config` says so. After a kill, what was built is found when the same
+    job is started again; the calibration itself starts again.
 
     Args:
         model: A Hugging Face MoE model.
@@ -59,6 +64,7 @@ def build_calibrated(
             where values are to stay (`CalibrationConfig(value_rates=())`).
         calibration: How to calibrate.
         folder: As in `build_memory`.
+        overwrite: As in `build_memory`.
         on_progress: Called after each step of all stages.
 
     Returns:
@@ -72,8 +78,8 @@ def build_calibrated(
     started, clock = time.monotonic(), Clock()
     calibration = calibration or CalibrationConfig()
     model = uncompiled(model)
-    if folder is not None:
-        refuse_existing(Path(folder), overwrite=False)
+    if folder is not None and not partial_folder(Path(folder)).exists():
+        refuse_existing(Path(folder), overwrite=overwrite)
     check_free(model)
     listed, config = list(iter_examples(examples)), config or BuildConfig()
     judged = reference_tokens(model, tokenizer, listed, replace(config, loss="completion"))
@@ -82,16 +88,13 @@ def build_calibrated(
         config = replace(config, steps=1, learning_rate=1.0, gradient=_find_gradient(model, judged))
     choices = _list_choices(config, judged)
 
-    def begin(choice: BuildConfig) -> Search:
+    def begin(choice: BuildConfig, place: Path | None) -> Search:
+        inputs = (model, tokenizer, listed, choice)
         with clock.measure("built"):
-            memory = build_memory(
-                model,
-                tokenizer,
-                listed,
-                choice,
-                folder=folder if len(choices) == 1 else None,
-                on_progress=on_progress,
-            )
+            if place is None:
+                memory = build_memory(*inputs, on_progress=on_progress)
+            else:
+                memory = build_to(Destination(target=place, part=True), *inputs, on_progress)
         completions = (choice.loss or choice.tokens) == "completion"
         reference = judged if completions else memory.reference_tokens()
         with calibrating(model, memory, calibration):
@@ -99,29 +102,50 @@ def build_calibrated(
             search.begin()
         return search
 
-    search, tried = _choose_tokens(choices, begin)
-    memory = search.calibrator.memory
-    with calibrating(model, memory, calibration):
-        search.run()
-        found = conclude(search, started)
-        if calibration.value_rates and not found.helps:
-            memory = _shorten(model, memory)
-    seconds = {**clock.seconds, **found.seconds_by_part}
-    found = replace(found, token_choices=tried, seconds_by_part=seconds)
-    return _write(found.apply(memory), memory, folder), found
+    plan = {
+        "calibration": as_json(calibration),
+        "choices": [as_json(choice) for choice in choices],
+        "model": as_json(identify(model, find_routers(model))),
+        "reference": digest_reference(judged.provenance),
+    }
+    with _workspace(folder, plan, overwrite=overwrite) as workspace:
+        search, tried = _choose_tokens(choices, workspace.root if workspace else None, begin)
+        memory = search.calibrator.memory
+        with calibrating(model, memory, calibration):
+            search.run()
+            found = conclude(search, started)
+            if calibration.value_rates and not found.helps:
+                memory = _shorten(model, memory)
+        seconds = {**clock.seconds, **found.seconds_by_part}
+        found = replace(found, token_choices=tried, seconds_by_part=seconds)
+        calibrated = found.apply(memory)
+        if workspace is not None:
+            calibrated.save_pretrained(workspace.root / "memory", overwrite=True)
+            workspace.publish(workspace.root / "memory")
+            calibrated = RoutingMemory.from_pretrained(workspace.target, verify=False)
+    return calibrated, found
+
+
+def _workspace(
+    folder: str | Path | None, plan: Mapping[str, Any], *, overwrite: bool
+) -> AbstractContextManager[Workspace | None]:
+    return nullcontext() if folder is None else Workspace(Path(folder), plan, overwrite=overwrite)
 
 
 def _choose_tokens(
-    choices: Sequence[BuildConfig], begin: Callable[[BuildConfig], Search]
+    choices: Sequence[BuildConfig],
+    root: Path | None,
+    begin: Callable[[BuildConfig, Path | None], Search],
 ) -> tuple[Search, tuple[TokenChoice, ...]]:
     """Begin with each choice of tokens; return the best search, and all choices, best first.
 
-    Only the best search is kept: each holds a memory.
+    Memories are built below `root`, or in temporary folders. Only the best search is kept: each
+    holds a memory.
     """
     best: Search | None = None
     tried: list[TokenChoice] = []
-    for choice in choices:
-        search = begin(choice)
+    for number, choice in enumerate(choices):
+        search = begin(choice, root / f"choice-{number}" if root else None)
         if search.has_trial or len(choices) == 1:
             loss = search.best.judgement.loss
             tried.append(TokenChoice(choice.tokens, choice.loss or choice.tokens, loss))
@@ -173,14 +197,3 @@ def _list_choices(config: BuildConfig, judged: ReferenceTokens) -> list[BuildCon
             ("completion", "completion"),
         )
     ]
-
-
-def _write(
-    calibrated: RoutingMemory, built: RoutingMemory, folder: str | Path | None
-) -> RoutingMemory:
-    if folder is None:
-        return calibrated
-    if built.folder is not None and built.folder.resolve() == Path(folder).resolve():
-        return write_calibrated(calibrated, Path(folder))
-    calibrated.save_pretrained(folder, overwrite=True)  # what was built there, if anything
-    return RoutingMemory.from_pretrained(folder, verify=False)

@@ -1,0 +1,162 @@
+"""Folders that appear whole, last through a power cut, and have one writer at a time.
+
+Knows names, locks and fsync; nothing of what the folders hold. A lock (flock) belongs to an open
+folder, so it ends with its process, however that ends: a folder that can be locked has no writer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+_AT_FDCWD: Final = -100
+_NO_REPLACE: Final = 1  # renameat2's flags
+_EXCHANGE: Final = 2
+_SCRATCH: Final = "knn-moe-scratch-"  # in the name of every folder that may be swept
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's bytes, or a folder's names, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Wait until everything below `folder` is on disk."""
+    for path in folder.rglob("*"):
+        sync(path)
+    sync(folder)
+
+
+def put_in_place(new: Path, target: Path) -> None:
+    """Rename `new` to `target`, durably. What was there takes the name of `new`.
+
+    Where the system can exchange two names, there is always a folder called `target`.
+
+    Raises:
+        FileExistsError: Something appeared under a name that was free.
+    """
+    occupied = target.exists()
+    if not _renameat2(new, target, _EXCHANGE if occupied else _NO_REPLACE):
+        retired = new.with_name(f"{new.name}.old")
+        if occupied:
+            target.rename(retired)
+        new.rename(target)
+        if occupied:
+            retired.rename(new)
+    sync(target.parent)
+    if new.parent != target.parent:
+        sync(new.parent)
+
+
+def _renameat2(new: Path, target: Path, flag: int) -> bool:
+    """Rename atomically as `flag` says; return False where the system cannot."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    if not rename(_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(target), flag):
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS):
+        return False
+    raise OSError(code, os.strerror(code), str(target))
+
+
+def claim(folder: Path) -> int | None:
+    """Lock a folder until the descriptor that is returned is closed.
+
+    Returns:
+        The descriptor, or None if another writer has the folder, or it is gone.
+
+    Raises:
+        OSError: The folder cannot be opened, or its file system has no locks.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Whoever had the lock may have removed or replaced the folder before it was taken here.
+        if os.path.samestat(os.fstat(descriptor), folder.stat()):
+            return descriptor
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except OSError:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None
+
+
+def make_scratch(parent: Path, name: str) -> tuple[Path, int]:
+    """Make a hidden scratch folder for `name` in `parent`, and sweep those of writers that died.
+
+    Returns:
+        The folder and its lock.
+    """
+    sweep(parent, name)
+    prefix = f".{name}.{_SCRATCH}"
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        try:
+            lock = claim(folder)
+        except OSError:  # without locks nothing is ever swept
+            return folder, os.open(folder, os.O_RDONLY)
+        if lock is not None:  # None: swept by another process before it was locked
+            return folder, lock
+
+
+def sweep(parent: Path, name: str) -> None:
+    """Remove the scratch folders for `name` in `parent` that no writer has."""
+    prefix = f".{name}.{_SCRATCH}"
+    for entry in [entry.name for entry in os.scandir(parent) if entry.name.startswith(prefix)]:
+        try:
+            lock = claim(parent / entry)
+        except OSError:  # somebody else's, or a file system without locks
+            continue
+        if lock is not None:
+            shutil.rmtree(parent / entry, ignore_errors=True)
+            os.close(lock)
+
+
+@contextmanager
+def scratch_beside(folder: Path) -> Iterator[Path]:
+    """Make a hidden folder beside `folder`, and remove whatever has its name in the end."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch, lock = make_scratch(folder.parent, folder.name)
+    scratch.chmod(0o755)
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        os.close(lock)
+
+
+class TemporaryFolder:
+    """A folder that is removed together with the last reference to this object.
+
+    Folders of processes that were killed are removed when the next one is made.
+    """
+
+    def __init__(self) -> None:
+        self.path, lock = make_scratch(Path(tempfile.gettempdir()), "memory")
+        weakref.finalize(self, _remove, self.path, lock)
+
+
+def _remove(folder: Path, lock: int) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    os.close(lock)
