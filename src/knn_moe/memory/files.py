@@ -165,7 +165,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
+    except (SafetensorError, RuntimeError, OSError) as error:  # torch maps the file once more
         raise MemoryFormatError(f"{str(path)!r} is damaged: {error}.") from None
 
 
