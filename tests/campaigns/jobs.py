@@ -6,6 +6,7 @@ a user gives it, and `again` is the command that a user gives after it was inter
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import os
@@ -23,6 +24,8 @@ from helpers.commands import save_model
 from helpers.zoo import family, make_texts
 from knn_moe import BuildConfig, RoutingMemory, build_memory
 from knn_moe.adapt.calibrate.build_calibrated import build_calibrated
+from knn_moe.adapt.calibrate.calibrate import calibrate
+from knn_moe.adapt.calibrate.result import write_calibrated
 from knn_moe.bench.models import number_tokenizer
 from knn_moe.cli.main import main
 from knn_moe.errors import KnnMoeError
@@ -63,6 +66,10 @@ class Inputs:
         ]
         self.quiz = folder / "quiz.jsonl"
         self.quiz.write_text("".join(json.dumps(row) + "\n" for row in quiz))
+        for name, rows in (("test", quiz[:20]), ("ref", quiz[20:])):
+            with gzip.open(folder / f"arc_easy_{name}.jsonl.gz", "wt") as file:
+                file.write("".join(json.dumps(row) + "\n" for row in rows))
+        self.data = folder
 
 
 def make_jobs(inputs: Inputs) -> list[Job]:
@@ -85,6 +92,9 @@ def make_jobs(inputs: Inputs) -> list[Job]:
                  "--scoring", "likelihood", "--batch-size", "4",
                  "--memory", str(inputs.first), "-m", "knn")  # fmt: skip
 
+    prepared = ("eval", model, "-t", "arc_easy", "-m", "knn-paper", "-o", "@/runs",
+                "--data", str(inputs.data), "--batch-size", "2")  # fmt: skip
+
     def save(folder: Path) -> None:
         opened = RoutingMemory.from_pretrained(inputs.second)
         opened.save_pretrained(folder / "memory", overwrite=True)
@@ -99,6 +109,15 @@ def make_jobs(inputs: Inputs) -> list[Job]:
             folder=folder / "memory",
         )
 
+    def uncalibrated(folder: Path) -> None:
+        build = (inputs.network, inputs.tokenizer, inputs.sayings, BuildConfig())
+        build_memory(*build, folder=folder / "memory")
+
+    def calibrate_it(folder: Path) -> None:
+        memory = RoutingMemory.from_pretrained(folder / "memory")
+        found = calibrate(inputs.network, memory, config=QUICK)
+        write_calibrated(found.apply(memory), folder / "memory")
+
     def repeated(name: str, *words: str, start: Callable[[Path], None] = memory) -> Job:
         return Job(name, start, command(*words), command(*words))
 
@@ -110,6 +129,7 @@ def make_jobs(inputs: Inputs) -> list[Job]:
         Job("build --append in place", memory, command(*appended), command(*appended, "--resume")),
         repeated("build --append in place, repeated", *appended),
         Job("build_calibrated", nothing, calibrated, calibrated),
+        Job("calibrate", uncalibrated, calibrate_it, calibrate_it),
         Job("save_pretrained(overwrite)", memory, save, save),
         repeated("merge in place", "merge", "@/memory", str(inputs.second), *in_place),
         repeated("drop in place", "drop", "@/memory", "--example", "3", *in_place),
@@ -118,6 +138,8 @@ def make_jobs(inputs: Inputs) -> list[Job]:
         Job("eval", nothing, command(*evaluated), command(*evaluated, "--resume"), "runs"),
         Job("eval --overwrite", nothing, command(*evaluated, "--overwrite"),
             command(*evaluated, "--resume"), "runs"),
+        Job("eval that builds", nothing, command(*prepared), command(*prepared, "--resume"),
+            "runs"),
     ]  # fmt: skip
 
 

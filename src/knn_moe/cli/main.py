@@ -6,6 +6,7 @@ A command is imported when it is called, so that `--help` answers at once.
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -54,6 +55,7 @@ class Commands(click.Group):
             formatter.write_dl(list(COMMANDS.items()))
 
     def invoke(self, ctx: click.Context) -> Any:
+        warnings.showwarning = _print_warning
         try:
             return super().invoke(ctx)
         except KnnMoeError as error:
@@ -62,6 +64,10 @@ class Commands(click.Group):
             where = "" if error.filename is None else f" {str(error.filename)!r}"
             reason = error.strerror or str(error)
             raise click.UsageError(f"Cannot read or write{where}: {reason}.") from None
+
+
+def _print_warning(message: Warning | str, *_: object, **__: object) -> None:
+    click.echo(f"Warning: {message}", err=True)
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
