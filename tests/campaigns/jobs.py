@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from helpers.calibrating import QUICK, sayings
 from helpers.commands import save_model
@@ -49,6 +50,8 @@ class Inputs:
 
     def __init__(self, folder: Path) -> None:
         torch.set_num_threads(1)
+        # A process that is killed inside a bar of tqdm keeps the lock that all of them share.
+        disable_progress_bar()
         self.model = save_model("olmoe", folder / "model")
         self.network, self.tokenizer = family("olmoe"), number_tokenizer(128)
         for name, texts in (("ref", make_texts(30)), ("more", make_texts(20, seed=7))):

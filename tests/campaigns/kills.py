@@ -22,6 +22,7 @@ from knn_moe import RoutingMemory
 
 # Of one thread's work on files. Writes to open files are none, so half of the kills are by time.
 _EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.scandir")
+_PATIENCE = 120.0  # seconds, for jobs of less than two
 
 
 def run(count: int, seed: int, scratch: Path) -> Tally:
@@ -147,5 +148,12 @@ def watch(folder: Path, at_event: int | None, signal_number: int = signal.SIGKIL
 
 
 def wait(process: int) -> int:
-    """Wait for a process and return its exit code."""
-    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    """Wait for a process and return its exit code; one that hangs is killed."""
+    give_up = time.monotonic() + _PATIENCE
+    while True:
+        ended, status = os.waitpid(process, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > give_up:
+            os.kill(process, signal.SIGKILL)
+        time.sleep(0.01)

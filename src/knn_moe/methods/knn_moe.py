@@ -155,12 +155,15 @@ def _load_or_build(context: TaskContext, preset: str) -> RoutingMemory:
     count = f"{len(context.examples)}-of-seed-{context.seed}"
     folder = context.folder / f"memory-{context.scoring}-{preset}-{count}"
     clock = folder.with_name(f"seconds-of-{folder.name}")
-    if clock.is_file() and (folder / CONFIG_FILE).is_file():
+    current = False
+    if (folder / CONFIG_FILE).is_file():
         memory = RoutingMemory.from_pretrained(folder)
-        if _is_current(memory, context, preset):
+        current = _is_current(memory, context, preset)
+        if current and clock.is_file():
             context.shared_seconds += float(clock.read_text(encoding="utf8"))
             return memory
-    memory, seconds = _build(context, preset, folder)
+    # A kill may have left a memory without its time, which is built again to be timed.
+    memory, seconds = _build(context, preset, folder, overwrite=current)
     write_whole(clock, f"{seconds:.2f}")
     return memory
 
@@ -174,7 +177,9 @@ def _is_current(memory: RoutingMemory, context: TaskContext, preset: str) -> boo
     return same and memory.build == config
 
 
-def _build(context: TaskContext, preset: str, folder: Path | None) -> tuple[RoutingMemory, float]:
+def _build(
+    context: TaskContext, preset: str, folder: Path | None, *, overwrite: bool = False
+) -> tuple[RoutingMemory, float]:
     """Return the memory and its seconds; a resumed build counts as if it had not been killed."""
     share = 1.0
 
@@ -191,7 +196,7 @@ def _build(context: TaskContext, preset: str, folder: Path | None) -> tuple[Rout
         context.examples,
         context.build_config(preset=preset),
         folder=folder,
-        overwrite=True,  # one whose seconds are unknown, or that is of other examples
+        overwrite=overwrite,
         on_progress=show,
     )
     elapsed = time.perf_counter() - started
