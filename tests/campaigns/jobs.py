@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -181,16 +182,18 @@ def digest_folder(folder: Path) -> dict[str, str]:
         if path.is_file() and path.name != "README.md" and not _TIMES.search(path.name):
             data = path.read_bytes()
             if path.suffix in (".json", ".jsonl"):
-                values = [json.loads(line) for line in _documents(path, data)]
-                if path.name == "run.json":
-                    values[0].pop("routing", None)  # observed only if a run is not interrupted
-                data = json.dumps(_without_times(values), sort_keys=True).encode()
+                with suppress(ValueError):  # damaged
+                    data = _normalise(path, data)
             found[str(path.relative_to(folder))] = hashlib.sha256(data).hexdigest()
     return found
 
 
-def _documents(path: Path, data: bytes) -> list[bytes]:
-    return data.splitlines() if path.suffix == ".jsonl" else [data]
+def _normalise(path: Path, data: bytes) -> bytes:
+    documents = data.splitlines() if path.suffix == ".jsonl" else [data]
+    values = [json.loads(document) for document in documents]
+    if path.name == "run.json":
+        values[0].pop("routing", None)  # observed only if a run is not interrupted
+    return json.dumps(_without_times(values), sort_keys=True).encode()
 
 
 def _without_times(value: Any) -> Any:
