@@ -11,4 +11,5 @@ from typing import Final
 CAMPAIGNS: Final[dict[str, int]] = {
     "kills": 2000,
     "power_cuts": 200,
+    "mutants": 12_000,
 }
