@@ -138,7 +138,7 @@ class HeadConfig:
     def __post_init__(self) -> None:
         _check_count("head's k", self.k, 1)
         _check_name("head's keys", self.keys, HEAD_KEYS)
-        _check_width("head's gamma_scale", self.gamma_scale or 0.0)
+        check_width("head's gamma_scale", self.gamma_scale or 0.0)
         if not 0 <= self.weight < 1:
             raise ConfigError(
                 f"head's weight must be at least 0 and less than 1, got {self.weight}."
@@ -176,7 +176,7 @@ class RoutingConfig:
         self._read("index", IndexConfig)
         self._read("head", HeadConfig)
         _check_name("similarity", self.similarity, SIMILARITIES)
-        _check_width("gamma", self.gamma)
+        check_width("gamma", self.gamma)
         _check_widths(self)
         object.__setattr__(self, "per_layer", _read_layers(self.per_layer))
         if self.layers is not None:
@@ -263,13 +263,14 @@ def _read_layers(given: object) -> tuple[LayerRouting, ...]:
 
 
 def _check_widths(config: LayerRouting | RoutingConfig) -> None:
-    _check_width("gamma_scale", config.gamma_scale)
-    _check_width("confidence_scale", config.confidence_scale)
+    check_width("gamma_scale", config.gamma_scale)
+    check_width("confidence_scale", config.confidence_scale)
     if not 0 <= config.confidence_factor <= 1:
         raise ConfigError(f"confidence_factor must be from 0 to 1, got {config.confidence_factor}.")
 
 
-def _check_width(name: str, value: float | None) -> None:
+def check_width(name: str, value: float | None) -> None:
+    """Raise ConfigError if a kernel width, or a factor of one, is no positive number."""
     if value is not None and not _SMALLEST <= value <= _LARGEST:
         raise ConfigError(f"{name} must be a positive fp32 number, got {value}.")
 

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
-from campaigns.mutate import mutate, reseal
-from campaigns.tally import Tally
 from torch import Tensor
 
+from campaigns.mutate import mutate, reseal
+from campaigns.tally import Tally
 from helpers.zoo import BUILD, VOCABULARY, family, make_texts
 from knn_moe import HeadConfig, IndexConfig, RoutingConfig, RoutingMemory, attach, build_memory
 from knn_moe.adapt.compress import compress
@@ -36,7 +36,7 @@ from knn_moe.memory.head_keys import HeadKeys
 
 _SECONDS: Final = 20  # that a mutant may take before it counts as a hang
 _MEMORY: Final = 8 << 30  # bytes of address space, so that an absurd size fails and swaps nothing
-_CHILDREN: Final = 2
+_WORKERS: Final = 2
 _HEAD: Final = HeadConfig(k=6, weight=0.4, gamma_scale=0.5, keys="hidden")
 _INDEXES: Final = {
     "fast": IndexConfig(kind="fast"),
@@ -65,73 +65,73 @@ def run(count: int, seed: int, scratch: Path) -> Tally:
     """Try `count` mutants: half of them as they are, half of them resealed."""
     tally = Tally("mutants of memories")
     bases = make_bases(scratch / "bases")
-    numbers = [range(first, count, _CHILDREN) for first in range(_CHILDREN)]
-    children = [_Children(part, seed, bases, scratch / f"child-{i}") for i, part in enumerate(numbers)]
-    while any([child.step() for child in children]):
-        pass
-    outcomes = sorted(outcome for child in children for outcome in child.outcomes())
-    for outcome in outcomes:
-        if outcome.words:
-            tally.failed(outcome.kind, f"mutant {outcome.number}: {outcome.words}")
+    workers = [
+        _Worker(range(first, count, _WORKERS), seed, bases, scratch / f"worker-{first}")
+        for first in range(_WORKERS)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.wait()
+    for number, kind, words in sorted(one for worker in workers for one in worker.outcomes()):
+        if words:
+            tally.failed(kind, f"mutant {number}: {words}")
         else:
-            tally.passed(outcome.kind)
+            tally.passed(kind)
     return tally
 
 
-class _Children:
-    """One child after the other, each going on after the mutant that ended the one before."""
+class _Worker:
+    """One child after the other, each going on behind the mutant that ended the one before."""
 
     def __init__(self, numbers: range, seed: int, bases: Mapping[str, Path], scratch: Path) -> None:
         scratch.mkdir()
-        self._numbers, self._seed, self._bases, self._scratch = numbers, seed, bases, scratch
-        self._record = scratch / "outcomes"
+        self._left, self._seed, self._bases, self._scratch = numbers, seed, bases, scratch
+        self._record = scratch / "outcomes"  # a line for each mutant that is made, and its outcome
         self._record.touch()
-        self._child = self._fork(numbers)
+        self._child = 0
 
-    def _fork(self, numbers: range) -> int:
-        child = os.fork()
-        if child:
-            return child
+    def start(self) -> None:
+        """Fork a child that tries the mutants that are left."""
+        self._child = os.fork()
+        if self._child:
+            return
         try:
             _become_child()
             with self._record.open("a", encoding="utf8") as record:
-                for number in numbers:
+                for number in self._left:
                     for line in _try(number, self._seed, self._bases, self._scratch):
                         record.write(ascii(line)[1:-1] + "\n")
                         record.flush()
         finally:
             os._exit(0)
 
-    def step(self) -> bool:
-        """Wait for the child, and start another where it did not come to its end."""
-        if not self._numbers:
-            return False
-        _, status = os.waitpid(self._child, 0)
-        lines = self._record.read_text(encoding="utf8").splitlines()
-        done = sum(line.startswith("done") for line in lines)
-        if os.WIFSIGNALED(status):
-            died = signal.Signals(os.WTERMSIG(status)).name
-            with self._record.open("a", encoding="utf8") as record:
-                record.write(f"done it ended the process by {died}\n")
-            done += 1
-        self._numbers = self._numbers[done - self._done :]
-        self._done = done
-        if self._numbers:
-            self._child = self._fork(self._numbers)
-        return bool(self._numbers)
+    def wait(self) -> None:
+        """Wait until all mutants were tried."""
+        while True:
+            _, status = os.waitpid(self._child, 0)
+            if os.WIFSIGNALED(status):
+                died = signal.Signals(os.WTERMSIG(status)).name
+                with self._record.open("a", encoding="utf8") as record:
+                    record.write(f"done it ended the process by {died}\n")
+            outcomes = self.outcomes()
+            if outcomes:
+                self._left = self._left[self._left.index(outcomes[-1].number) + 1 :]
+            if not self._left:
+                return
+            self.start()
 
-    _done = 0
-
-    def outcomes(self) -> Iterator[Outcome]:
+    def outcomes(self) -> list[Outcome]:
         """Read what the children wrote."""
-        number, kind = 0, ""
+        found, number, kind = [], 0, ""
         for line in self._record.read_text(encoding="utf8").splitlines():
             word, _, rest = line.partition(" ")
             if word == "begin":
                 text, _, kind = rest.partition(" ")
                 number = int(text)
             else:
-                yield Outcome(number, kind, rest)
+                found.append(Outcome(number, kind, rest))
+        return found
 
 
 def _become_child() -> None:
@@ -142,7 +142,7 @@ def _become_child() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    with open(os.devnull, "w", encoding="utf8") as nowhere:
+    with Path(os.devnull).open("w", encoding="utf8") as nowhere:
         os.dup2(nowhere.fileno(), 2)
 
 

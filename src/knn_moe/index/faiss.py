@@ -90,26 +90,26 @@ class FaissIndex:
     ) -> FaissIndex:
         """Restore the index whose `tensors()` these are, for queries on `device`.
 
+        They were checked (index/check.py): FAISS trusts what it reads.
+
         Raises:
-            MemoryFormatError: A tensor is missing or damaged.
+            MemoryFormatError: FAISS cannot read its own part.
         """
         faiss = _faiss(config.kind)
-        names = ["centre", "scale"]
-        if config.kind == "ivfpq":
-            names += ["projection", "residuals", "correction"] + ["keys"] * config.rerank
-        if missing := sorted({"faiss", *names} - tensors.keys()):
-            raise MemoryFormatError(
-                f"The saved index {config.kind!r} lacks {', '.join(missing)}. Build it again."
-            )
         # The tables take many times the memory of the codes, and save no measurable time.
         without_tables = faiss.IO_FLAG_SKIP_PRECOMPUTE_TABLE
+        data = tensors["faiss"].cpu().numpy()
         try:
-            index = faiss.deserialize_index(tensors["faiss"].cpu().numpy(), without_tables)
+            with _limits(faiss, len(data)):
+                index = faiss.deserialize_index(data, without_tables)
         except RuntimeError as error:
             raise MemoryFormatError(
                 f"The saved index {config.kind!r} is damaged ({error}). Build it again."
             ) from error
-        return cls(index, {name: tensors[name] for name in names}, config, device)
+        kept = {name: part for name, part in tensors.items() if name not in ("faiss", "keys")}
+        if config.rerank:
+            kept["keys"] = tensors["keys"]
+        return cls(index, kept, config, device)
 
     def tensors(self) -> dict[str, Tensor]:
         """See KeyIndex. "faiss" holds FAISS's own format in bytes, "keys" the keys to rerank."""
@@ -161,6 +161,20 @@ class FaissIndex:
         fitted = fit_correction(*(part[other] for part in pairs))
         # FAISS chooses by the projected distance alone.
         return torch.stack(fitted._replace(weight=torch.zeros_like(fitted.weight)))
+
+
+@contextmanager
+def _limits(faiss: Any, size: int) -> Iterator[None]:
+    """Let FAISS read no vector of more than `size` bytes, where its version has such a limit."""
+    if not hasattr(faiss, "set_deserialization_vector_byte_limit"):
+        yield
+        return
+    before = faiss.get_deserialization_vector_byte_limit()
+    faiss.set_deserialization_vector_byte_limit(size)
+    try:
+        yield
+    finally:
+        faiss.set_deserialization_vector_byte_limit(before)
 
 
 @functools.cache

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from knn_moe.errors import MemoryFormatError
+from knn_moe.memory.schema import read_json, read_value
 from knn_moe.reference.windows import Span
 from knn_moe.support.files import write_whole
 from knn_moe.support.folders import put_in_place, sync_tree
@@ -159,13 +160,22 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Map the tensors of a file: nothing is read before it is used."""
+    """Map the tensors of a file: nothing is read before it is used.
+
+    Raises:
+        MemoryFormatError: The header is damaged, or names a dtype that no memory has.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, RuntimeError, OSError) as error:  # torch maps the file once more
+            names = file.keys()
+            for name in names:
+                dtype = file.get_slice(name).get_dtype()
+                if dtype not in _DTYPES.values():
+                    raise MemoryFormatError(f"{str(path)!r} has {name!a} as {dtype}.")
+            return {name: file.get_tensor(name) for name in names}
+    except (SafetensorError, RuntimeError, OSError, ValueError) as error:
         raise MemoryFormatError(f"{str(path)!r} is damaged: {error}.") from None
 
 
@@ -197,11 +207,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise MemoryFormatError(f"{str(folder)!r} is not a memory: it has no {CONFIG_FILE}.")
-    try:
-        config = json.loads(path.read_text(encoding="utf8"))
-        version = int(config["format_version"])
-    except (ValueError, KeyError, TypeError):
-        raise MemoryFormatError(f"{str(path)!r} is damaged: it is not valid JSON.") from None
+    _check_inside(folder, path)
+    config = read_json(path)
+    version = read_value(int, config.get("format_version"), f"{str(path)!r}: format_version")
     if version > FORMAT_VERSION:
         raise MemoryFormatError(
             f"{str(path)!r} has format {version}, and this knn-moe reads up to "
@@ -212,7 +220,7 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{str(path)!r} was edited: its digest does not match. Restore it, or build the memory "
             f"again."
         )
-    return dict(config)
+    return config
 
 
 def version_of(folder: Path) -> tuple[int, int] | None:
@@ -239,10 +247,20 @@ def download(repo_id: str, revision: str | None) -> Path:
 
 
 def check_file(folder: Path, entry: Mapping[str, Any], *, contents: bool) -> Path:
-    """Return the file of a config entry, after checking its size and, if wanted, its checksum."""
-    path = folder / str(entry["file"])
+    """Return the file of a config entry, after checking its size and, if wanted, its checksum.
+
+    The entry has "file", a text, "bytes", a whole number, and "sha256".
+
+    Raises:
+        MemoryFormatError: The file is missing, another one, or not in `folder`.
+    """
+    name = str(entry["file"])
+    if Path(name).name != name:
+        raise MemoryFormatError(f"{str(folder)!r} names a file outside its folder: {name!a}.")
+    path = folder / name
     if not path.is_file():
         raise MemoryFormatError(f"{str(path)!r} is missing: the memory is incomplete.")
+    _check_inside(folder, path)
     size = path.stat().st_size
     if size != entry["bytes"]:
         raise MemoryFormatError(
@@ -251,6 +269,16 @@ def check_file(folder: Path, entry: Mapping[str, Any], *, contents: bool) -> Pat
     if contents and checksum(path) != entry["sha256"]:
         raise MemoryFormatError(f"{str(path)!r} was edited: its checksum does not match.")
     return path
+
+
+def _check_inside(folder: Path, path: Path) -> None:
+    """Refuse a link to a file elsewhere. The hub's cache links to the blobs of the repository."""
+    real, home = path.resolve(), folder.resolve()
+    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
+    if real.parent not in (home, blobs):
+        raise MemoryFormatError(
+            f"{str(path)!r} is a link to a file outside its folder. Copy the file there."
+        )
 
 
 def refuse_existing(folder: Path, *, overwrite: bool) -> None:

@@ -52,6 +52,12 @@ class HeadKeys:
         return self.tensors["keys"]
 
     @property
+    def width(self) -> int:
+        """The width of the keys, also where they became an index."""
+        named = self.tensors.get("keys", self.tensors.get("centre", torch.empty(0)))
+        return named.shape[-1] if named.ndim else 0
+
+    @property
     def nbytes(self) -> int:
         """The bytes of the keys or of their index."""
         return sum(tensor.nbytes for tensor in self.tensors.values())

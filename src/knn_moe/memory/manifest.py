@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
 from knn_moe.config import PRESETS, BuildConfig, RoutingConfig, as_json
+from knn_moe.memory.schema import read_fields, read_value
 from knn_moe.routers.fingerprint import ModelIdentity
 
 BY_CHANCE: Final = "chance"  # how cases are pruned that no example chose
@@ -50,24 +51,71 @@ class MemoryManifest:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> MemoryManifest:
-        """Read what `to_dict` gave, in this version or in an earlier one."""
-        random_seed = config["routing"].get("drawn")
-        if config["routing"].get("gate") is not None:
+        """Read what `to_dict` gave, in this version or in an earlier one.
+
+        Raises:
+            MemoryFormatError: A field is missing, of another type or outside its range.
+        """
+        build, routing = (
+            read_value(Mapping[str, Any], config.get(name), f"The config's {name}")
+            for name in ("build", "routing")
+        )
+        if routing.get("gate") is not None:
             warnings.warn(
                 "This memory names a gate, which knn-moe does not have. It is used without it.",
                 stacklevel=3,
             )
-        return cls(
-            base_model=ModelIdentity(**config["base_model"]),
-            tokenizer=config["tokenizer"],
-            build=BuildConfig(**rename_build(config["build"])),
-            routing=RoutingConfig(**rename_routing(config["routing"])),
-            libraries=config["libraries"],
-            calibration=config.get("calibration"),
-            pruned=config.get("pruned"),
-            values_trained=config.get("values_trained", config.get("learned", False)),
-            random_seed=config.get("random_seed", random_seed),
-        )
+        seed, trained = routing.get("drawn"), config.get("learned", False)
+        renamed = {
+            **config,
+            "build": rename_build(build),
+            "routing": rename_routing(routing),
+            "values_trained": config.get("values_trained", trained),
+            "random_seed": config.get("random_seed", seed),
+        }
+        manifest = read_fields(cls, renamed, "The config", others=True)
+        if manifest.calibration is not None:
+            _check_calibration(manifest.calibration)
+        if manifest.pruned is not None:
+            read_fields(_Pruning, manifest.pruned, "The config's pruned", others=True)
+        return manifest
+
+
+@dataclass(frozen=True)
+class _Change:
+    """A change of the loss per token, as a calibration tells it."""
+
+    difference: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class _Calibration:
+    """What is shown of a calibration. A memory keeps more, which nothing but people reads."""
+
+    helps: bool
+    change: Mapping[str, Any]
+    examples: int
+    head: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class _Pruning:
+    """What is shown of a pruning, and joined when memories are merged."""
+
+    kept: int
+    cases: int
+    score: str
+    rounds: int
+
+
+def _check_calibration(told: Mapping[str, Any]) -> None:
+    where = "The config's calibration"
+    found = read_fields(_Calibration, told, where, others=True)
+    read_fields(_Change, found.change, f"{where}: change", others=True)
+    if found.head is not None and found.head.get("helps"):
+        read_fields(_Change, found.head.get("change"), f"{where}: head: change", others=True)
 
 
 def rename_build(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,14 +124,16 @@ def rename_build(fields: Mapping[str, Any]) -> dict[str, Any]:
     A preset that this version does not have becomes the default; what it stood for is in the other
     fields.
     """
-    known = fields["preset"] in PRESETS
-    return dict(fields) if known else {**fields, "preset": BuildConfig.preset}
+    preset = fields.get("preset")
+    unknown = isinstance(preset, str) and preset not in PRESETS
+    return {**fields, "preset": BuildConfig.preset} if unknown else dict(fields)
 
 
 def rename_routing(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a RoutingConfig, of this version or an earlier one, as they are now."""
     routing = _rename(fields)
-    routing["per_layer"] = [_rename(one) for one in routing.get("per_layer", ())]
+    per_layer = read_value(tuple[Mapping[str, Any], ...], routing.get("per_layer", []), "per_layer")
+    routing["per_layer"] = [_rename(one) for one in per_layer]
     for name in ("drawn", "gate", "gate_share"):  # which this version does not have
         routing.pop(name, None)
     return routing

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from knn_moe.config import BuildConfig, RoutingConfig
 from knn_moe.errors import ConfigError, MemoryFormatError
-from knn_moe.memory import files
+from knn_moe.memory import files, validate
 from knn_moe.memory.compressed import CompressedLayer
 from knn_moe.memory.gamma import estimate_gammas
 from knn_moe.memory.head_keys import HeadKeys, join_head_keys, uses_head_keys
@@ -115,14 +115,16 @@ class RoutingMemory:
         Args:
             source: A folder, or the id of a repository on the hub.
             revision: A branch, tag or commit on the hub.
-            verify: Compare every file's checksum, which reads it all once. Sizes, the format and
-                the config's own digest are always checked.
+            verify: Compare every file's checksum and check every number, which reads it all once.
+                The config, sizes and shapes are always checked, and numbers at the latest when the
+                memory is attached.
 
         Returns:
             The memory; its tensors are read when they are used.
 
         Raises:
-            MemoryFormatError: There is no memory, or it is truncated, edited or of a newer format.
+            MemoryFormatError: There is no memory, or it is truncated, edited, of a newer format, or
+                holds what no memory can hold.
         """
         folder = Path(source) if Path(source).is_dir() else files.download(str(source), revision)
         while True:
@@ -140,20 +142,23 @@ class RoutingMemory:
     @classmethod
     def _open(cls, folder: Path, *, verify: bool) -> RoutingMemory:
         config = files.read_config(folder)
+        validate.check_config(config)
+        manifest = MemoryManifest.from_dict(config)
         head = config.get("head_keys")
         entries = [config["tokens"], *config["layers"], *([head] if head else [])]
         with ThreadPoolExecutor() as pool:
             check = partial(files.check_file, folder, contents=verify)
             tokens, *paths = pool.map(check, entries)
+        provenance = _open_tokens(tokens, config)
         return cls(
             layers={
-                entry["layer"]: _read_layer(entry, files.read_tensors(path))
+                entry["layer"]: _open_layer(entry, path, len(provenance), verify=verify)
                 for entry, path in zip(config["layers"], paths, strict=False)
             },
-            provenance=Provenance.from_tensors(files.read_tensors(tokens)),
-            manifest=MemoryManifest.from_dict(config),
+            provenance=provenance,
+            manifest=manifest,
             folder=folder,
-            head_keys=HeadKeys.read(head, files.read_tensors(paths[-1])) if head else None,
+            head_keys=_open_head(head, paths[-1], provenance, verify=verify) if head else None,
         )
 
     def save_pretrained(self, folder: str | Path, *, overwrite: bool = False) -> None:
@@ -310,9 +315,9 @@ def _in_completion(provenance: Provenance) -> Tensor:
     A pruned memory may have lost the first ones, which cannot be told. Shape [S] bool.
     """
     stream = torch.arange(len(provenance.stream))
-    example = provenance.example_of_window.long()
-    first = torch.full([int(example.max()) + 1], len(stream))
-    first = first.scatter_reduce(0, provenance.example, provenance.key, "amin")
+    names, example = provenance.example_of_window.unique(return_inverse=True)
+    first = torch.full([len(names)], len(stream))
+    first = first.scatter_reduce(0, example[provenance.window], provenance.key, "amin")
     return stream >= first[example].repeat_interleave(provenance.begin.diff())
 
 
@@ -404,7 +409,31 @@ def _check_gone(written: RoutingMemory, before: Provenance, examples: Collection
         )
 
 
-def _read_layer(entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Layer:
-    if "index" in entry:
-        return CompressedLayer.read(entry, tensors)
-    return LayerMemory(gamma=entry["gamma"], **tensors)
+def _open_tokens(path: Path, config: Mapping[str, Any]) -> Provenance:
+    tensors = files.read_tensors(path)
+    validate.check_tokens(tensors, config, repr(str(path)))
+    return Provenance.from_tensors(tensors)
+
+
+def _open_layer(entry: Mapping[str, Any], path: Path, cases: int, *, verify: bool) -> Layer:
+    tensors, where = files.read_tensors(path), repr(str(path))
+    validate.check_layer_tensors(entry, tensors, cases, where)
+    compressed = "index" in entry
+    layer: Layer = (
+        CompressedLayer.read(entry, tensors)
+        if compressed
+        else LayerMemory(gamma=entry["gamma"], **tensors)
+    )
+    if verify:
+        validate.check_layer_contents(layer, where)
+    return layer
+
+
+def _open_head(
+    entry: Mapping[str, Any], path: Path, provenance: Provenance, *, verify: bool
+) -> HeadKeys:
+    head = HeadKeys.read(entry, files.read_tensors(path))
+    validate.check_head_tensors(head, provenance, repr(str(path)))
+    if verify:
+        validate.check_head_contents(head, provenance, repr(str(path)))
+    return head

@@ -17,15 +17,18 @@ from knn_moe.config import IndexConfig, RoutingConfig
 from knn_moe.equations.similarity import SIMILARITIES
 from knn_moe.errors import ConfigError
 from knn_moe.index import FastIndex, KeyIndex, build_index, load_index
+from knn_moe.index.check import check_numbers
 from knn_moe.index.fast.fused import MOST_RANKED, FusedRecall, kernels_usable
 from knn_moe.index.fast.tensors import KernelConfig
 from knn_moe.index.fast.values import PackedValues
 from knn_moe.memory.compressed import CompressedLayer
 from knn_moe.memory.gamma import estimate_gammas
 from knn_moe.memory.memory import Layer, RoutingMemory
+from knn_moe.memory.validate import check_layer_contents
 from knn_moe.recall.neighbours import Neighbours, Widths, confidence_of, weigh, weights_of
 from knn_moe.recall.random_cases import draw_cases
 
+_WHERE: Final = "A layer of this memory"
 UNITS: Final = 2**32  # confidences are summed as whole numbers of 1 / UNITS
 
 
@@ -184,15 +187,21 @@ def open_layer(
 
     Raises:
         ConfigError: A compressed layer cannot serve the similarity or the index of `config`.
+        MemoryFormatError: A number is not finite, or an index names a place that is not there.
     """
     if isinstance(layer, CompressedLayer):
+        check_layer_contents(layer, _WHERE)
         index = load_index(layer.part("index"), _index_of(layer, config), device)
         kept = {name: tensor.to(device) for name, tensor in layer.part("values").items()}
         return index, kept["values"] if "values" in kept else PackedValues(**kept)
     index_config = config.index or IndexConfig()
     keys = SIMILARITIES[config.similarity].prepare(layer.keys)
-    index = build_index(keys, index_config, device)
+    if index_config.kind in ("exact", "fast"):  # FAISS copies keys itself, some at a time
+        keys = keys.to(device)
     values = layer.values.to(device)
+    check_numbers(keys, "keys", _WHERE)
+    check_numbers(values, "values", _WHERE)
+    index = build_index(keys, index_config, device)
     if index_config.kind != "fast":
         return index, values
     rows = rows_of(index, torch.arange(len(values), device=device))

@@ -12,6 +12,7 @@ from knn_moe.config import IndexConfig
 from knn_moe.errors import MemoryFormatError
 from knn_moe.index import KeyIndex, build_index, load_index
 from knn_moe.memory.memory import RoutingMemory
+from knn_moe.memory.validate import check_head_contents
 from knn_moe.recall.layer import rows_of
 
 
@@ -50,7 +51,7 @@ def open_head_keys(
     Cases that no token followed are left out. Keys that became an index stay that index.
 
     Raises:
-        MemoryFormatError: The memory has no head keys.
+        MemoryFormatError: The memory has no head keys, or they are not finite.
     """
     stored = memory.head_keys
     if stored is None:
@@ -58,6 +59,7 @@ def open_head_keys(
             f"{memory!r} has no hidden states, and its head looks them up. Run `knn-moe calibrate "
             f'--head`, or use HeadConfig(keys="router").'
         )
+    check_head_contents(stored, memory.provenance, "The head of this memory")
     following = memory.provenance.following
     told = following >= 0
     if stored.index.kind == "exact":

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from knn_moe.config import DIMS_STEP, IndexConfig
+from knn_moe.errors import ConfigError
 from knn_moe.index.exact import spread_evenly, squared_distance
 from knn_moe.index.fast.grid import (
     FARTHEST,
@@ -77,8 +78,18 @@ class FastIndex(nn.Module):
 
     @staticmethod
     def build(keys: Tensor, config: IndexConfig) -> FastIndex:
-        """Build an index of keys on their own device. Shapes: keys [M, d]."""
-        grid = Grid.fit(keys, config.dims or default_dims(keys.shape[1]), config.bits)
+        """Build an index of keys on their own device. Shapes: keys [M, d].
+
+        Raises:
+            ConfigError: The config asks for more dimensions than the keys have.
+        """
+        width = keys.shape[1]
+        dims = config.dims or default_dims(width)
+        if dims >= width + DIMS_STEP:
+            raise ConfigError(
+                f"dims of fast is {dims}, and keys have {width} dimensions. Use fewer."
+            )
+        grid = Grid.fit(keys, dims, config.bits)
         projected = torch.cat([grid.project(part) for part in keys.split(_BLOCK)])
         order, begin = partition(projected)
         tensors = {
@@ -123,8 +134,9 @@ class FastIndex(nn.Module):
         estimate, places = _unpack_found(found)
         correction = Correction(*self.correction)
         grid = correction.apply(estimate, dropped, self.dropped[places].float())
-        distance = grid * self.step.square()
-        return distance.masked_fill(found == NOT_FOUND, float("inf")), places
+        # NaN is inf - inf, of a query so far off that ‖x⊥‖² is past fp32.
+        missing = (found == NOT_FOUND) | grid.isnan()
+        return (grid * self.step.square()).masked_fill(missing, float("inf")), places
 
     def _scan(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Return what `scan` finds, and ‖x⊥‖². Shapes: queries [T, d] → [T, k] int64, [T]."""
