@@ -20,7 +20,7 @@ from knn_moe.config import RoutingConfig
 from knn_moe.errors import AttachError, ConfigError, MemoryMismatchError, RouterNotCalledError
 from knn_moe.explain.explain import Describer, explain_sequences, split_sequences, tokenize
 from knn_moe.explain.explanation import Explanation
-from knn_moe.inference.hidden_states import has_hidden_state_hook
+from knn_moe.inference.hidden_states import check_tokens, has_hidden_state_hook
 from knn_moe.inference.history import TokenHistory
 from knn_moe.inference.hooks import LayerStats, RecallHook, RowSelection, TokenMask
 from knn_moe.inference.language_head import Head, install_heads, make_head
@@ -54,6 +54,7 @@ def attach(
     Raises:
         AttachError: The model has a memory already, or this one does not fit on its device.
         MemoryMismatchError: The memory belongs to another model.
+        MemoryFormatError: The memory holds what no memory can hold.
         ConfigError: The config asks for what the memory does not have.
     """
     config = config or memory.routing
@@ -109,6 +110,7 @@ def make_recall_hook(
             random_seed=memory.manifest.random_seed,
             count_top=top,
         )
+        recall.check_values_fit(router.weight.dtype)
     except torch.OutOfMemoryError:
         raise AttachError(
             f"The memory ({memory.nbytes / 1e9:,.1f} GB) does not fit on {device} beside the "
@@ -304,6 +306,7 @@ def check_belongs(model: nn.Module, memory: RoutingMemory) -> None:
             f"Build one for this model. If you know that they belong together, force it "
             f"(force=True, --force)."
         )
+    check_tokens(model, memory)
 
 
 def _choose_routers(

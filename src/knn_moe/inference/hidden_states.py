@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from knn_moe.errors import UnsupportedModelError
+from knn_moe.errors import MemoryMismatchError, UnsupportedModelError
+from knn_moe.memory.head_keys import HeadKeys
+from knn_moe.memory.memory import RoutingMemory
 from knn_moe.reference.windows import Batch, ReferenceTokens
 from knn_moe.routers.intercept import HookState
 from knn_moe.routers.model_state import (
@@ -55,6 +57,31 @@ class HiddenStateHook(HookState):
                 f"read {shown}. A fused head may bypass it: load the model without it."
             )
         return recorded
+
+
+def check_tokens(model: nn.Module, memory: RoutingMemory) -> None:
+    """Raise MemoryMismatchError if a memory holds tokens that the model's vocabulary lacks."""
+    find = getattr(unwrap(model), "get_input_embeddings", None)
+    stream = memory.provenance.stream
+    if find is None or not len(stream):  # not of transformers: nothing says how many there are
+        return
+    words = len(find().weight)
+    if int(stream.max()) >= words:
+        raise MemoryMismatchError(
+            f"The memory holds token {int(stream.max())}, and the model's vocabulary has {words:,} "
+            f"tokens. It belongs to another model."
+        )
+
+
+def check_width(model: nn.Module, head: HeadKeys) -> None:
+    """Raise MemoryMismatchError if a head's keys are not as wide as the model's hidden states."""
+    output = _output_embedding(model)
+    width = getattr(output, "in_features", head.width)
+    if head.width != width:
+        raise MemoryMismatchError(
+            f"The keys of the memory's head have {head.width} dimensions, and the model's hidden "
+            f"states {width}. It belongs to another model."
+        )
 
 
 def has_hidden_state_hook(model: nn.Module) -> bool:

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from knn_moe.config import HeadConfig, RoutingConfig
 from knn_moe.equations.next_token import mix_next_token
 from knn_moe.errors import AttachError, UnsupportedModelError
-from knn_moe.inference.hidden_states import HiddenStateHook
+from knn_moe.inference.hidden_states import HiddenStateHook, check_tokens, check_width
 from knn_moe.inference.hooks import RecallHook, RowSelection
 from knn_moe.memory.memory import RoutingMemory
 from knn_moe.recall.layer import layer_gamma
@@ -194,15 +194,19 @@ def make_head(
     Raises:
         AttachError: The head keys do not fit on the device of the output embedding.
         MemoryFormatError: The head looks up hidden states, and the memory has none.
+        MemoryMismatchError: Tokens or keys do not fit the model.
     """
     head = config.head
     if head is None or head.weight == 0 or not len(memory):
         return []
+    check_tokens(model, memory)
     if head.keys == "router":
         last = max(hooks, key=lambda each: each.router.layer)
         gamma = layer_gamma(memory, last.router.layer, config, last.router.device)
         return [RouterHead(last, memory.provenance.following, HeadMixture.of(head, gamma))]
     hook = HiddenStateHook(model)
+    if memory.head_keys is not None:
+        check_width(model, memory.head_keys)
     try:
         index = open_head_keys(memory, config.index, hook.device)
     except torch.OutOfMemoryError:

@@ -39,6 +39,7 @@ _CHUNK: Final = 1 << 24
 _OWN_FILE: Final = re.compile(
     rf"({CONFIG_FILE}|{TOKENS_FILE}|{HEAD_FILE}|README\.md|layer-\d+\.safetensors)(\.new)?"
 )
+_LONGEST_NAME: Final = 255  # bytes
 _DTYPES: Final = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -255,8 +256,8 @@ def check_file(folder: Path, entry: Mapping[str, Any], *, contents: bool) -> Pat
         MemoryFormatError: The file is missing, another one, or not in `folder`.
     """
     name = str(entry["file"])
-    if Path(name).name != name:
-        raise MemoryFormatError(f"{str(folder)!r} names a file outside its folder: {name!a}.")
+    if Path(name).name != name or len(os.fsencode(name)) > _LONGEST_NAME:
+        raise MemoryFormatError(f"{str(folder)!r} names a file outside its folder: {name[:80]!a}.")
     path = folder / name
     if not path.is_file():
         raise MemoryFormatError(f"{str(path)!r} is missing: the memory is incomplete.")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from knn_moe.config import IndexConfig, RoutingConfig
 from knn_moe.equations.similarity import SIMILARITIES
-from knn_moe.errors import ConfigError
+from knn_moe.errors import ConfigError, MemoryMismatchError
 from knn_moe.index import FastIndex, KeyIndex, build_index, load_index
 from knn_moe.index.check import check_numbers
 from knn_moe.index.fast.fused import MOST_RANKED, FusedRecall, kernels_usable
@@ -92,6 +92,21 @@ class LayerRecall(nn.Module):
         index.kernel_search = fused.search
         if index.keys is None and self.random_seed is None:
             self.fused = fused
+
+    def check_values_fit(self, dtype: torch.dtype) -> None:
+        """Raise MemoryMismatchError if values are beyond the router's own `dtype`.
+
+        Only fp16 is that small: the bounds of index/check.py fit in the others.
+        """
+        if dtype != torch.float16:
+            return
+        tensors = [self.get_buffer(name) for name in self.value_names]
+        largest = tensors[0].abs().amax() if len(tensors) == 1 else PackedValues(*tensors).largest()
+        if float(largest) > torch.finfo(dtype).max:
+            raise MemoryMismatchError(
+                f"The memory has values up to {float(largest):g}, which float16 cannot hold. Load "
+                f"the model in bfloat16 or float32."
+            )
 
     @property
     def widths(self) -> Widths:

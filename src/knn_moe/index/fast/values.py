@@ -41,3 +41,7 @@ class PackedValues(NamedTuple):
         """Return the values at `places`. Shapes: places [...] → [..., N] fp32."""
         numbers = unpack(self.codes[places])[..., : len(self.centre)]
         return self.centre + numbers * self.steps[places].float()[..., None]
+
+    def largest(self) -> Tensor:
+        """Return a bound of the largest magnitude. Shape []."""
+        return self.centre.abs().amax() + _LARGEST[8] * self.steps.float().amax()
