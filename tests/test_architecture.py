@@ -79,6 +79,7 @@ def test_public_names_are_those_meant() -> None:
         "Example",
         "HeadConfig",
         "IndexConfig",
+        "KnnMoeError",
         "LabelConfig",
         "RoutingConfig",
         "RoutingMemory",

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from knn_moe.config import HeadConfig as HeadConfig
     from knn_moe.config import IndexConfig as IndexConfig
     from knn_moe.config import RoutingConfig as RoutingConfig
+    from knn_moe.errors import KnnMoeError as KnnMoeError
     from knn_moe.inference.attach import attach as attach
     from knn_moe.inference.several import attach_all as attach_all
     from knn_moe.labels.config import LabelConfig as LabelConfig
@@ -38,6 +39,7 @@ _HOMES: Final = {
     "Example": "reference.examples",
     "HeadConfig": "config",
     "IndexConfig": "config",
+    "KnnMoeError": "errors",
     "LabelConfig": "labels.config",
     "RoutingConfig": "config",
     "RoutingMemory": "memory.memory",

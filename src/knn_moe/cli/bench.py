@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
-from knn_moe.cli.common import device_option, json_option, log, pick_device, print_json, print_table
+from knn_moe.cli.common import (
+    device_option,
+    json_option,
+    log,
+    pick_device,
+    plain,
+    print_json,
+    print_note,
+    print_table,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -120,7 +129,8 @@ def _show_progress() -> Iterator[OnProgress]:
     with log.status("") as status:
 
         def show(progress: Progress) -> None:
-            status.update(f"{progress.stage} ({progress.done:,} of {progress.total:,} done)")
+            done = f"({progress.done:,} of {progress.total:,} done)"
+            status.update(plain(f"{progress.stage} {done}"))
 
         yield show
 
@@ -264,7 +274,7 @@ def _step_bench(
         **common,
     )
     if not compiled and not no_compile:
-        _note("Compiled steps are left out: they run as CUDA graphs, which need a GPU.")
+        print_note("Compiled steps are left out: they run as CUDA graphs, which need a GPU.")
     return bench
 
 
@@ -302,12 +312,8 @@ def _indexes(specs: tuple[str, ...], usual: tuple[str, ...]) -> tuple[IndexConfi
     if specs:
         raise MissingDependencyError(reason)
     names = [describe_index(index) for index in indexes if index.kind in reasons]
-    _note(f"Left out: {'; '.join(names)}. {reason}")
+    print_note(f"Left out: {'; '.join(names)}. {reason}")
     return tuple(index for index in indexes if index.kind not in reasons)
-
-
-def _note(text: str) -> None:
-    log.print(text, soft_wrap=True)
 
 
 def _show_search(bench: SearchBench, rows: list[SearchMeasure]) -> None:

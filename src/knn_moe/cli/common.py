@@ -14,9 +14,11 @@ from rich.console import Console
 from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Table
+from rich.text import Text
 
 from knn_moe.errors import ConfigError, ModelError, ModelTooLargeError
 from knn_moe.support.progress import OnProgress, Progress
+from knn_moe.support.terminal import printable, printable_json
 
 if TYPE_CHECKING:
     from knn_moe.memory.memory import RoutingMemory
@@ -86,7 +88,12 @@ def pick_given(options: Mapping[str, Any], *names: str) -> dict[str, Any]:
 
 def print_json(value: object) -> None:
     """Print `value` to stdout as indented JSON."""
-    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+    click.echo(printable_json(json.dumps(value, indent=2, ensure_ascii=False)))
+
+
+def print_text(text: str, *, nl: bool = True) -> None:
+    """Print text to stdout, without what a terminal would obey."""
+    click.echo(printable(text), nl=nl)
 
 
 def print_table(
@@ -96,12 +103,12 @@ def print_table(
     table = Table(header_style="bold")
     for place, column in enumerate(columns):
         numeric = all(_is_number(row[place]) for row in rows)
-        table.add_column(column, justify="right" if numeric else "left")
+        table.add_column(plain(column), justify="right" if numeric else "left")
     for row in rows:
-        table.add_row(*(str(cell) for cell in row))
+        table.add_row(*(plain(cell) for cell in row))
     console = Console(highlight=False, width=None if Console().is_terminal else 160)
     if title is not None:
-        console.print(title, style="italic", markup=False, soft_wrap=True)
+        console.print(plain(title), style="italic", soft_wrap=True)
     console.print(table)
 
 
@@ -116,7 +123,12 @@ def _is_number(cell: object) -> bool:
 
 def print_note(text: str) -> None:
     """Print a sentence to stderr, so that stdout holds results only."""
-    log.print(text, soft_wrap=True, markup=False)
+    log.print(plain(text), soft_wrap=True)
+
+
+def plain(text: object) -> Text:
+    """Return text for rich that is neither markup nor a command to the terminal."""
+    return Text(printable(str(text)))
 
 
 def show_written(memory: RoutingMemory, folder: Path, *, as_json: bool, **facts: object) -> None:
@@ -133,17 +145,17 @@ def show_progress(title: str) -> Iterator[OnProgress]:
     """Show a bar on stderr and yield the callback that moves it."""
     columns = (
         SpinnerColumn(),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         TextColumn("{task.percentage:>3.0f} %"),
         TimeElapsedColumn(),
-        TextColumn("{task.fields[note]}"),
+        TextColumn("{task.fields[note]}", markup=False),
     )
     with RichProgress(*columns, console=log) as bar:
-        task = bar.add_task(title, total=None, note="")
+        task = bar.add_task(printable(title), total=None, note="")
 
         def report(progress: Progress) -> None:
-            note = f"{progress.stage} ({progress.done:,} of {progress.total:,})"
+            note = f"{printable(progress.stage)} ({progress.done:,} of {progress.total:,})"
             bar.update(task, completed=progress.done, total=progress.total, note=note)
 
         yield report
@@ -198,7 +210,7 @@ def load_model(name: str, device_name: str | None, dtype: str) -> tuple[Any, Any
     find_routers(structure)  # refuses a model without routers before its weights are read
     _check_room(name, structure, device, dtype)
     try:
-        with log.status(f"Loading {name}"):
+        with log.status(plain(f"Loading {name}")):
             place = embedded_model(name)
             tokenizer = AutoTokenizer.from_pretrained(place)
             model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype).to(device).eval()

@@ -18,6 +18,7 @@ from knn_moe.cli.common import (
     print_json,
     print_note,
     print_table,
+    print_text,
 )
 
 if TYPE_CHECKING:
@@ -66,9 +67,9 @@ def command(
     if as_json:
         print_json([line.to_dict() for line in lines])
     elif as_csv:
-        click.echo(_csv(lines), nl=False)
+        print_text(_csv(lines), nl=False)
     elif latex:
-        click.echo(_latex(lines, against))
+        print_text(_latex(lines, against))
     else:
         _show_lines(lines, against)
 

@@ -19,9 +19,11 @@ from knn_moe.cli.common import (
     load_model,
     print_json,
     print_table,
+    print_text,
     show_progress,
 )
 from knn_moe.support.folders import put_in_place, scratch_beside
+from knn_moe.support.terminal import one_line, printable
 
 if TYPE_CHECKING:
     from knn_moe.demo.demo import DemoResult
@@ -147,16 +149,16 @@ def _replace_folder(out: Path) -> Iterator[Path]:
 
 def _print(result: DemoResult, out: Path) -> None:
     columns = ("", "perplexity", "nats/token", "next token", "mean λ", "rerouted")
-    click.echo(f"model   {result.model}")
-    click.echo(f"memory  {result.reference_tokens:,} tokens of {result.text.reference_name}")
-    click.echo(f"test    {result.test_tokens:,} tokens of {result.text.test_name}")
+    print_text(f"model   {result.model}")
+    print_text(f"memory  {result.reference_tokens:,} tokens of {result.text.reference_name}")
+    print_text(f"test    {result.test_tokens:,} tokens of {result.text.test_name}")
     rows = [_row(run, line) for run, line in zip(result.runs, result.lines, strict=True)]
     print_table(None, columns, rows)
     click.echo("* p < 0.05 against zero-shot, paired bootstrap over windows of the text")
     click.echo("knn-shuffled is a control: the calibrated memory with its values shuffled\n")
     Console(highlight=False).print(_show_passage(result.passages[0]))
-    click.echo(f"The whole report, token by token: {out / 'report.html'}")
-    click.echo(f"The memories: {out / 'paper'}, {out / 'calibrated'}")
+    print_text(f"The whole report, token by token: {out / 'report.html'}")
+    print_text(f"The memories: {out / 'paper'}, {out / 'calibrated'}")
 
 
 def _row(run: Run, line: Line) -> tuple[str, ...]:
@@ -183,8 +185,10 @@ def _change(change: Comparison | None, form: str, scale: float) -> str:
 
 def _show_passage(passage: Passage) -> Text:
     """Return the passage with tokens that became twice as likely in bold, and the largest rises."""
-    texts = [token.text for token in passage.tokens]
-    shown = Text(f"{passage.title}: {passage.gain:+.1f} nats in {len(texts)} tokens\n", "bold")
+    texts = [printable(token.text) for token in passage.tokens]
+    shown = Text(
+        f"{one_line(passage.title)}: {passage.gain:+.1f} nats in {len(texts)} tokens\n", "bold"
+    )
     shown.append(texts[0], "not bold")
     for text, (before, after) in zip(texts[1:], passage.losses, strict=True):
         shown.append(text, "bold green" if before - after > math.log(2) else "not bold")
@@ -195,10 +199,6 @@ def _show_passage(passage: Passage) -> Text:
         before, after = chances[place]
         shown.append(f"{before:7.1%} → {after:5.1%}   …", "not bold")
         context = "".join(texts[max(place - 5, 0) : place + 1])
-        shown.append(_one_line(context), "dim not bold")
-        shown.append(f"[{_one_line(texts[place + 1])}]\n", "bold green")
+        shown.append(one_line(context), "dim not bold")
+        shown.append(f"[{one_line(texts[place + 1])}]\n", "bold green")
     return shown
-
-
-def _one_line(text: str) -> str:
-    return text.replace("\n", "⏎")

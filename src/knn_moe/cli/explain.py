@@ -23,6 +23,7 @@ from knn_moe.cli.common import (
     pad_token,
     print_json,
     print_note,
+    print_text,
 )
 from knn_moe.memory.card import describe_head
 
@@ -88,7 +89,7 @@ def command(model: str, prompt: str, output: Path | None, as_json: bool, **optio
     else:
         width = max(shutil.get_terminal_size((100, 24)).columns, 60)
         tables = [f"layer {layer}\n{chosen.table(layer, width)}" for layer in chosen.layers]
-        click.echo("\n\n".join(tables) if layers else chosen.table(width=width))
+        print_text("\n\n".join(tables) if layers else chosen.table(width=width))
 
 
 def _explain(model: str, prompt: str, options: Mapping[str, Any]) -> Explanation:

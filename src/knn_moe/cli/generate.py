@@ -20,6 +20,7 @@ from knn_moe.cli.common import (
     pad_token,
     print_json,
     print_table,
+    print_text,
 )
 
 
@@ -134,11 +135,11 @@ def _generate(network: Any, tokenizer: Any, prompt: str, options: Mapping[str, A
 
 def _show(answer: dict[str, Any]) -> None:
     if "without_memory" in answer:
-        click.echo(
+        print_text(
             f"without memory: {answer['without_memory']}\n\nwith memory:    {answer['text']}"
         )
     else:
-        click.echo(answer["text"])
+        print_text(answer["text"])
     if "layers" in answer:
         rows = [
             (

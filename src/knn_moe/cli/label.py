@@ -16,6 +16,7 @@ from knn_moe.cli.common import (
     model_options,
     pick_given,
     print_json,
+    print_text,
     show_progress,
 )
 
@@ -139,7 +140,7 @@ def _check_output(output: Path, *, overwrite: bool) -> None:
 def _show(output: Path, by: str, facts: dict[str, Any]) -> None:
     scores = facts["scores"]
     unscored = f" (no score for {facts['unscored']})" if facts["unscored"] else ""
-    click.echo(f"Kept {facts['kept']:,} of {facts['prompts']:,} prompts{unscored} in {output}.")
+    print_text(f"Kept {facts['kept']:,} of {facts['prompts']:,} prompts{unscored} in {output}.")
     click.echo(
         f"Scores by {by}: {scores['least']:.3f} to {scores['most']:.3f}, median "
         f"{scores['median']:.3f}, the middle half from {scores['lower_quarter']:.3f} to "

@@ -14,6 +14,7 @@ import click
 
 from knn_moe.errors import KnnMoeError
 from knn_moe.support.registry import unknown_name
+from knn_moe.support.terminal import printable
 
 # A command, which is a module of this package, and its line in the list.
 COMMANDS: Final[Mapping[str, str]] = {
@@ -58,12 +59,14 @@ class Commands(click.Group):
         warnings.showwarning = _print_warning
         try:
             return super().invoke(ctx)
+        except click.UsageError as error:
+            raise click.UsageError(printable(error.format_message()), error.ctx) from None
         except KnnMoeError as error:
-            raise click.UsageError(str(error)) from None
+            raise click.UsageError(printable(str(error))) from None
         except OSError as error:
             where = "" if error.filename is None else f" {str(error.filename)!r}"
             reason = error.strerror or str(error)
-            raise click.UsageError(f"Cannot read or write{where}: {reason}.") from None
+            raise click.UsageError(printable(f"Cannot read or write{where}: {reason}.")) from None
 
 
 def _print_warning(message: Warning | str, *_: object, **__: object) -> None:

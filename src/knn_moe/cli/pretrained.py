@@ -23,6 +23,7 @@ from knn_moe.cli.common import (
     print_json,
     print_note,
     print_table,
+    print_text,
     show_progress,
 )
 
@@ -134,7 +135,7 @@ def pretrained(output: Path, as_json: bool, **options: Any) -> None:
         print_json([table.to_dict() for table in tables])
         return
     for table in tables:
-        click.echo(f"{table.title}: {output / table.name}.md")
+        print_text(f"{table.title}: {output / table.name}.md")
 
 
 def _make_study(output: Path, options: dict[str, Any]) -> PretrainedStudy:

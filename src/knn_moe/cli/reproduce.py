@@ -15,11 +15,11 @@ from knn_moe.cli.common import (
     evaluation_dtype,
     json_option,
     load_structure,
-    log,
     model_options,
     pick_device,
     pick_given,
     print_json,
+    print_note,
     print_table,
     show_progress,
 )
@@ -142,7 +142,7 @@ def _reproduce(tables: tuple[str, ...], output: Path, options: dict[str, Any]) -
         study = Study(plan, output, load, report, device, load.dtype, options["jobs"])
         for table in reproduce(study, names):
             made.append(table)
-            log.print(f"{table.title}: {output / table.name}.md")
+            print_note(f"{table.title}: {output / table.name}.md")
     return made
 
 

@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from knn_moe.errors import ConfigError
+from knn_moe.support.terminal import one_line
 
 _WIDTH: Final = 100  # characters of a table's line
 _SHORTEST: Final = 24  # characters of its column of recalled text, at least
 _SHOWN: Final = 20  # tokens in a repr
-_SYMBOLS: Final = {"\n": "⏎", "\t": "⇥", "\r": "␍"}
 
 
 @dataclass(frozen=True)
@@ -177,14 +177,6 @@ def _cell(text: str, width: int) -> str:
     inner = one_line(text)
     inner = inner if len(inner) <= width - 2 else f"{inner[: width - 3]}…"
     return f"|{inner}|".ljust(width)
-
-
-def one_line(text: str) -> str:
-    """Return text that is safe for a terminal: symbols for new lines and tabs, no commands."""
-    symbols = (_SYMBOLS.get(letter, letter) for letter in text)
-    return "".join(
-        letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in symbols
-    )
 
 
 def _mean(tokens: Sequence[ExplainedToken]) -> float:

@@ -90,12 +90,19 @@ class FaissIndex:
     ) -> FaissIndex:
         """Restore the index whose `tensors()` these are, for queries on `device`.
 
-        They were checked (index/check.py): FAISS trusts what it reads.
+        Tensors of a memory were checked before (index/check.py): FAISS trusts what it reads.
 
         Raises:
-            MemoryFormatError: FAISS cannot read its own part.
+            MemoryFormatError: A tensor is missing, or FAISS cannot read its own part.
         """
         faiss = _faiss(config.kind)
+        names = ["centre", "scale"]
+        if config.kind == "ivfpq":
+            names += ["projection", "residuals", "correction"] + ["keys"] * config.rerank
+        if missing := sorted({"faiss", *names} - tensors.keys()):
+            raise MemoryFormatError(
+                f"The saved index {config.kind!r} lacks {', '.join(missing)}. Build it again."
+            )
         # The tables take many times the memory of the codes, and save no measurable time.
         without_tables = faiss.IO_FLAG_SKIP_PRECOMPUTE_TABLE
         data = tensors["faiss"].cpu().numpy()
@@ -106,10 +113,7 @@ class FaissIndex:
             raise MemoryFormatError(
                 f"The saved index {config.kind!r} is damaged ({error}). Build it again."
             ) from error
-        kept = {name: part for name, part in tensors.items() if name not in ("faiss", "keys")}
-        if config.rerank:
-            kept["keys"] = tensors["keys"]
-        return cls(index, kept, config, device)
+        return cls(index, {name: tensors[name] for name in names}, config, device)
 
     def tensors(self) -> dict[str, Tensor]:
         """See KeyIndex. "faiss" holds FAISS's own format in bytes, "keys" the keys to rerank."""

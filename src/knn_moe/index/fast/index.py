@@ -30,6 +30,7 @@ from knn_moe.index.fast.packing import pack
 from knn_moe.index.fast.partition import list_means, partition
 from knn_moe.index.fast.scan import NOT_FOUND, PLACE_BITS, Lists, decode_codes, scan
 
+_MOST_DIMS: Final = 1024  # of keys that have fewer: the others are zero, and take time to make
 _FEWEST_DIMS: Final = 256  # small models have few dimensions to save, and need them
 _FIT: Final = 1024  # keys that the correction is fitted to
 _FIT_NEAREST: Final = 17  # and their neighbours, the key itself among them
@@ -81,14 +82,12 @@ class FastIndex(nn.Module):
         """Build an index of keys on their own device. Shapes: keys [M, d].
 
         Raises:
-            ConfigError: The config asks for more dimensions than the keys have.
+            ConfigError: The config asks for far more dimensions than the keys have.
         """
         width = keys.shape[1]
         dims = config.dims or default_dims(width)
-        if dims >= width + DIMS_STEP:
-            raise ConfigError(
-                f"dims of fast is {dims}, and keys have {width} dimensions. Use fewer."
-            )
+        if dims > max(width, _MOST_DIMS):
+            raise ConfigError(f"dims of fast is {dims}, and keys have only {width}. Use fewer.")
         grid = Grid.fit(keys, dims, config.bits)
         projected = torch.cat([grid.project(part) for part in keys.split(_BLOCK)])
         order, begin = partition(projected)
