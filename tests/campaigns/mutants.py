@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -65,9 +66,11 @@ def run(count: int, seed: int, scratch: Path) -> Tally:
     """Try `count` mutants: half of them as they are, half of them resealed."""
     tally = Tally("mutants of memories")
     bases = make_bases(scratch / "bases")
+    begin = [count * part // _WORKERS for part in range(_WORKERS + 1)]
     workers = [
-        _Worker(range(first, count, _WORKERS), seed, bases, scratch / f"worker-{first}")
-        for first in range(_WORKERS)
+        _Worker(range(*part), seed, bases, scratch / f"worker-{part[0]}")
+        for part in pairwise(begin)
+        if part[0] < part[1]
     ]
     for worker in workers:
         worker.start()

@@ -42,12 +42,13 @@ def mutate(folder: Path, draw: random.Random) -> str:
             ("value in the config", _change_value),
             ("shape of the config", _change_structure),
             ("text of the config", _change_text),
+            ("another use", _change_routing),
             ("tensor", _change_tensor),
             ("numbers of a tensor", _change_numbers),
             ("header of a tensor file", _change_header),
             ("file name", _change_place),
         ],
-        weights=[4, 8, 4, 1, 6, 10, 3, 2],
+        weights=[4, 8, 4, 1, 2, 6, 10, 3, 2],
     )[0]
     change(folder, draw)
     return kind
@@ -151,6 +152,32 @@ def _change_text(folder: Path, draw: random.Random) -> None:
             ]
         )
     )  # fmt: skip
+
+
+def _change_routing(folder: Path, draw: random.Random) -> None:
+    """Ask for a use that is valid by itself, but that the memory may not serve."""
+    config = _read(folder)
+    config["routing"] |= {
+        "k": draw.choice([1, 4, 10**6, 2**62]),
+        "similarity": draw.choice(["rbf", "rbf-unit", "cosine"]),
+        "index": draw.choice(
+            [
+                None,
+                {
+                    "kind": draw.choice(["exact", "fast", "ivfpq", "faiss-flat"]),
+                    "dims": draw.choice([None, 64, 100, 4096, 2**40]),
+                    "probes": draw.choice([1, 10**6, 2**62]),
+                    "bits": draw.choice([4, 8]),
+                    "rerank": draw.random() < 0.5,
+                },
+            ]
+        ),
+        "head": draw.choice(
+            [None, {"k": draw.choice([1, 2**62]), "keys": "hidden", "weight": 0.9}]
+        ),
+        "layers": draw.choice([None, [0], [1, 0], [5], [-1]]),
+    }
+    _write(folder, config)
 
 
 def _change_tensor(folder: Path, draw: random.Random) -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from campaigns.mutants import make_bases
-from campaigns.mutate import reseal
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from campaigns.mutants import make_bases
+from campaigns.mutate import reseal
 from helpers.zoo import family
 from knn_moe import KnnMoeError, RoutingMemory, attach
 from knn_moe.errors import MemoryFormatError, MemoryMismatchError
@@ -32,7 +33,6 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture
 def forge(bases: dict[str, Path], tmp_path: Path) -> Callable[..., Path]:
     """Return a function that copies a memory, changes it, and makes its checksums true again."""
-    import shutil
 
     def make(name: str, change: Callable[[Path], None]) -> Path:
         folder = shutil.copytree(bases[name], tmp_path / "memory")

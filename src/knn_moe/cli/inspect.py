@@ -28,10 +28,10 @@ def command(memory: str, as_json: bool) -> None:
     knn-moe inspect memory
     knn-moe inspect memory --json
 
-    MEMORY is a folder or a hub id. Every file is read once to verify its checksum. For each layer
-    the table shows the width γ and the distance at which a case has a similarity of 1/e (typical
-    distance). A calibrated memory also has a factor of γ for the weights of neighbours (γ scale), a
-    factor of γ for the confidence λ (λ scale), and a factor of λ itself (λ factor).
+    MEMORY is a folder or a hub id. Every file is read once to verify its checksum and its contents.
+    For each layer the table shows the width γ and the distance at which a case has a similarity of
+    1/e (typical distance). A calibrated memory also has a factor of γ for the weights of neighbours
+    (γ scale), a factor of γ for the confidence λ (λ scale), and a factor of λ itself (λ factor).
     """
     from knn_moe.memory.memory import RoutingMemory
 

@@ -193,9 +193,7 @@ def _check_fast(tensors: Mapping[str, Tensor], where: str) -> None:
     check_range(begin, "begin", where, 0, cases)
     check_range(begin.diff(), "lists' lengths", where, 0, LONGEST)
     if (int(begin[0]), int(begin[-1])) != (0, cases):
-        raise MemoryFormatError(
-            f"{where} has lists (begin) that do not hold all its {cases:,} cases."
-        )
+        raise MemoryFormatError(f"{where} has lists that do not begin and end with its cases.")
     check_permutation(tensors["rows"], "rows", where)
 
 
