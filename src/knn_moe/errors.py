@@ -6,6 +6,7 @@ KnnMoeError
 ├── LabelError               prompts cannot be labelled, or the judge does not answer
 ├── TaskError                there is no such task, or it is malformed
 │   └── TaskDataError            its data is not available, or its reference and test sets overlap
+├── ProgramError             generated programs may not run here, or cannot be confined
 ├── RunError                 the results of an evaluation cannot be written or read
 ├── ModelError               the model cannot be loaded
 │   ├── UnsupportedModelError    it has no router that this library can find or intercept
@@ -46,6 +47,10 @@ class TaskError(KnnMoeError, ValueError):
 
 class TaskDataError(TaskError):
     """The data of a task is not available, or its reference and test sets overlap."""
+
+
+class ProgramError(KnnMoeError):
+    """Generated programs may not run here, or cannot be confined."""
 
 
 class RunError(KnnMoeError):

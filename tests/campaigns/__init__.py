@@ -12,4 +12,5 @@ CAMPAIGNS: Final[dict[str, int]] = {
     "kills": 2000,
     "power_cuts": 200,
     "mutants": 12_000,
+    "programs": 400,
 }

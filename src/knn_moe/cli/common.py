@@ -76,6 +76,34 @@ batch_size_option = click.option(
 )
 
 
+def _allow_programs(context: click.Context, option: click.Parameter, given: bool) -> None:
+    if given:
+        from knn_moe.tasks import allow_programs
+
+        context.with_resource(allow_programs(unconfined=option.name == "run_unconfined"))
+
+
+def program_options(command: F) -> F:
+    """Add --run-code and --run-unconfined, for every command that can run generated programs."""
+    consent = click.option(
+        "--run-code",
+        is_flag=True,
+        expose_value=False,
+        callback=_allow_programs,
+        help="Agree to run the programs that the model writes, in confinement (mbpp, humaneval). "
+        "KNN_MOE_RUN_CODE=1 in the environment agrees for good.",
+    )
+    unconfined = click.option(
+        "--run-unconfined",
+        is_flag=True,
+        expose_value=False,
+        callback=_allow_programs,
+        help="Run these programs even where they cannot be confined: they may do anything that you "
+        "may do.",
+    )
+    return consent(unconfined(command))
+
+
 def model_options(command: F) -> F:
     """Add --device and --dtype, for every command that loads a model."""
     return device_option(dtype_option(command))

@@ -22,6 +22,7 @@ from knn_moe.cli.common import (
     print_json,
     print_note,
     print_table,
+    program_options,
     show_progress,
 )
 
@@ -88,6 +89,7 @@ Chosen: TypeAlias = tuple[str, str | None]  # a method's name, and a control of 
 @click.option("--resume", is_flag=True, help="Continue runs that were interrupted.")
 @click.option("--overwrite", is_flag=True, help="Replace runs in the output folder.")
 @click.option("--list", "list_tasks", is_flag=True, help="List the tasks and the methods.")
+@program_options
 @model_options
 @json_option
 def command(
@@ -201,6 +203,7 @@ def _open(
     from knn_moe.methods import METHODS
     from knn_moe.tasks import open_task
     from knn_moe.tasks.reference_set import reference_rows
+    from knn_moe.tasks.sandbox import check_programs
 
     for _, control in methods:
         if control is not None:
@@ -211,6 +214,7 @@ def _open(
     names = [each.task.name for each in data]
     if len(set(names)) < len(names):
         raise click.UsageError(f"Two tasks have the same name: {', '.join(names)}. Rename a file.")
+    check_programs(each.task for each in data)
     for each in data:
         config.scoring_for(each)
         if wants_reference:

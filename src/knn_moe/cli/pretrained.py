@@ -24,6 +24,7 @@ from knn_moe.cli.common import (
     print_note,
     print_table,
     print_text,
+    program_options,
     show_progress,
 )
 
@@ -104,6 +105,7 @@ class Loader:
 @click.option("--no-tables", is_flag=True, help="Make runs only.")
 @click.option("--no-runs", is_flag=True, help="Make tables only, from the runs that are there.")
 @click.option("--count", is_flag=True, help="Only count the tokens of each task.")
+@program_options
 @model_options
 @json_option
 def pretrained(output: Path, as_json: bool, **options: Any) -> None:

@@ -21,6 +21,7 @@ from knn_moe.cli.common import (
     print_json,
     print_note,
     print_table,
+    program_options,
     show_progress,
 )
 from knn_moe.cli.pretrained import Loader, pretrained
@@ -95,6 +96,7 @@ command.add_command(pretrained)
     is_flag=True,
     help="Use the paper's six tasks in full, generated answers and the paper's own configuration.",
 )
+@program_options
 @model_options
 @json_option
 def tables_command(

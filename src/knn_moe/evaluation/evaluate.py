@@ -26,6 +26,7 @@ from knn_moe.tasks.answers import make_answer
 from knn_moe.tasks.data import TaskData
 from knn_moe.tasks.questions import Question
 from knn_moe.tasks.sample import short_hash
+from knn_moe.tasks.sandbox import check_programs
 from knn_moe.tasks.task import GENERATION, LIKELIHOOD, SCORINGS
 
 
@@ -148,9 +149,12 @@ def evaluate(
         The whole run.
 
     Raises:
+        ProgramError: The task runs generated programs, without consent or where nothing confines
+            them.
         RunError: There is a run in `folder` already, or it cannot be resumed.
         TaskDataError: A question is longer than the model can read.
     """
+    check_programs([data.task])
     config = config or EvalConfig()
     prepared = method if isinstance(method, PreparedMethod) else None
     method = method.method if isinstance(method, PreparedMethod) else method

@@ -24,6 +24,7 @@ from knn_moe.reproduce.write import read_table, write_all_tables, write_table
 from knn_moe.support.processes import end_with_parent
 from knn_moe.support.progress import Progress, ignore_progress
 from knn_moe.support.registry import Registry
+from knn_moe.tasks.sandbox import check_programs
 
 ALL: Final = "all"
 
@@ -84,6 +85,7 @@ def reproduce(study: Study, names: Sequence[str]) -> Iterator[Table]:
     study.check()
     missing = [name for name in names if read_table(study.folder, name) is None]
     if missing:
+        check_programs(study.data(task).task for task in study.plan.tasks)
         _make_runs(study, missing)
     failures = []
     for name in names:

@@ -3,6 +3,7 @@
 from knn_moe.tasks.data import TaskData
 from knn_moe.tasks.kinds import Choice, Function, Number, Program, Text
 from knn_moe.tasks.registry import all_tasks, find_task, open_task
+from knn_moe.tasks.sandbox import allow_programs
 from knn_moe.tasks.task import Hub, Task
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "TaskData",
     "Text",
     "all_tasks",
+    "allow_programs",
     "find_task",
     "open_task",
 ]

@@ -108,6 +108,7 @@ class Program(_WithoutChoices):
     """A program that must pass its tests: {"prompt", "code", "tests": [...]}, optional "setup"."""
 
     field: ClassVar[str] = "prompt"
+    runs_programs: ClassVar[bool] = True
     max_new_tokens: int = 400
     scorings: tuple[str, ...] = (GENERATION,)
 
@@ -126,8 +127,8 @@ class Program(_WithoutChoices):
         code = parse_program(output)
         if code is None:
             return _NO_ANSWER
-        whole = "\n".join([code, row.get("setup") or "", *row["tests"]])
-        return Verdict(code, float(run_program(whole).passed))
+        tests = "\n".join([row.get("setup") or "", *row["tests"]])
+        return Verdict(code, float(run_program(code, tests).passed))
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,7 @@ class Function(_WithoutChoices):
     """HumanEval: {"prompt", "code", "tests": [a check(candidate) program], "entry_point"}."""
 
     field: ClassVar[str] = "prompt"
+    runs_programs: ClassVar[bool] = True
     max_new_tokens: int = 400
     scorings: tuple[str, ...] = (GENERATION,)
 
@@ -151,8 +153,8 @@ class Function(_WithoutChoices):
 
     def judge(self, output: str, row: Row) -> Verdict:
         code = complete_function(row["prompt"], output, row["entry_point"])
-        whole = "\n".join([code, *row["tests"], f"check({row['entry_point']})"])
-        return Verdict(code, float(run_program(whole).passed))
+        tests = "\n".join([*row["tests"], f"check({row['entry_point']})"])
+        return Verdict(code, float(run_program(code, tests).passed))
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from knn_moe.support.files import write_whole
 from knn_moe.support.progress import OnProgress, ignore_progress
 from knn_moe.tasks import open_task
 from knn_moe.tasks.data import TaskData, add_extra_reference
+from knn_moe.tasks.sandbox import check_programs
 from knn_moe.tasks.task import GENERATION, LIKELIHOOD, TEXT
 
 _MACHINE: Final = "machine.json"
@@ -184,9 +185,14 @@ class PretrainedStudy:
 
         Args:
             deadline: Do not begin another run after this time of `time.monotonic`.
+
+        Raises:
+            ProgramError: A run needs generated programs, which are not allowed or not possible.
         """
         groups: dict[tuple[str, Learned], dict[str, list[RunSpec]]] = {}
-        for spec in self.missing():
+        missing = self.missing()
+        check_programs(self.data(spec.task).task for spec in missing)
+        for spec in missing:
             by_method = groups.setdefault((spec.model, (spec.source, spec.size)), {})
             by_method.setdefault(spec.method, []).append(spec)
         for (model, learned), by_method in groups.items():
