@@ -33,14 +33,16 @@ def run(count: int, seed: int, scratch: Path) -> Tally:
     """Run `count` programs; all of them in all confinements, then again."""
     cases = all_cases()
     faults = [(kind, name) for kind in working_confinements() for name in cases]
-    faults += [(kind, _KILLED) for kind in working_confinements()]
+    endless = [name for name, case in cases.items() if case.endless]
+    faults += [(f"{kind}, {_KILLED}", name) for kind in working_confinements() for name in endless]
     random.Random(seed).shuffle(faults)
     tally = Tally("programs")
     with Machine(scratch) as machine:
         for number in range(count):
-            kind, name = faults[number % len(faults)]
-            found = machine.kill(kind) if name == _KILLED else machine.judge(kind, cases[name])
-            label = f"{kind}, {name.partition(':')[0]}"
+            label, name = faults[number % len(faults)]
+            kind, _, killed = label.partition(", ")
+            found = (machine.kill if killed else machine.judge)(kind, cases[name])
+            label = label if killed else f"{kind}, {name.partition(':')[0]}"
             if found is None:
                 tally.passed(label)
             else:
@@ -96,11 +98,11 @@ class Machine:
             return f"the verdict is {outcome}"
         return self._find_damage()
 
-    def kill(self, kind: str) -> str | None:
+    def kill(self, kind: str, case: Case) -> str | None:
         """Kill an evaluator while its program runs, and return what went wrong, or None."""
-        program = "import os\nfor _ in range(3): os.fork()\nos.setsid()\nwhile True: pass"
-        self._start(kind, program, Limits(seconds=600, memory_mb=self.memory_mb))
-        if not _wait_until(lambda: len(self._left_running()) >= 4):
+        limits = Limits(seconds=600, memory_mb=self.memory_mb)
+        verdict = self._start(kind, case.program, limits)
+        if not _wait_until(lambda: verdict.done() or bool(self._left_running())):
             return "the program did not start"
         self._end_evaluator()
         return self._find_damage()

@@ -27,9 +27,22 @@ RIGHT = {
     "plain": "",
     "comment": "# nothing",
     "long": "x = 1\n" * 50_000,
-    "main block that reads": "if __name__ == '__main__':\n    print(add(*map(int, input().split())))",
-    "main block that tests": "if __name__ == '__main__':\n    import unittest\n    unittest.main()",
-    "main block that exits": "import sys\nif __name__ == '__main__':\n    sys.exit(add(0, 0))",
+    "main block that reads": f"""
+        {RIGHT_ADD.strip()}
+        if __name__ == "__main__":
+            print(add(*map(int, input().split())))
+    """,
+    "main block that tests": """
+        import unittest
+        if __name__ == "__main__":
+            unittest.main()
+    """,
+    "main block that exits": f"""
+        import sys
+        {RIGHT_ADD.strip()}
+        if __name__ == "__main__":
+            sys.exit(add(0, 0))
+    """,
     "library": """
         import bisect, collections, copy, csv, datetime, decimal, enum, fractions, functools
         import hashlib, heapq, io, itertools, json, logging, math, operator, os, pathlib, random
@@ -101,12 +114,19 @@ WRONG = {
     "a NUL": "x = 1\x00",
     "a surrogate": "x = '\udc80'",
     "deep brackets": "x = " + "(" * 10_000,
-    "an error that cannot be shown": "class E(Exception):\n    def __str__(self): raise self\nraise E",
+    "an error that cannot be shown": """
+        class Shy(Exception):
+            def __str__(self): raise self
+        raise Shy
+    """,
     "an interrupt": "raise KeyboardInterrupt",
     "reads input": "import sys\nassert sys.stdin.read() == ''\ninput()",
     "exits": "import sys\nsys.exit(0)",
     "exits at once": "import os\nos._exit(0)",
-    "exits in a thread": "import os, threading\nthreading.Thread(target=os._exit, args=[0]).start()",
+    "exits in a thread": """
+        import os, threading
+        threading.Thread(target=os._exit, args=[0]).start()
+    """,
     "exits at exit": "import atexit, os\natexit.register(os._exit, 0)\nraise SystemExit",
     "ends by a signal": "import os\nos.kill(os.getpid(), 9)",
     "crashes": "import ctypes\nctypes.string_at(0)",
@@ -145,7 +165,10 @@ WRONG = {
 }
 HARM = {
     "fork bomb": "import os\nwhile True: os.fork()",
-    "thread bomb": "import threading\nwhile True: threading.Thread(target=threading.Event().wait).start()",
+    "thread bomb": """
+        import threading
+        while True: threading.Thread(target=threading.Event().wait).start()
+    """,
     "process bomb": """
         import subprocess, sys
         while True: subprocess.Popen([sys.executable, "-c", "while True: pass"])
@@ -171,7 +194,10 @@ HARM = {
     "writes by dots": "import os\nopen(os.path.relpath(f'{FOLDER}/victim.txt'), 'w')",
     "writes by a symbolic link": "import os\nos.symlink(FOLDER, 'a')\nopen('a/victim.txt', 'w')",
     "writes by a hard link": "import os\nos.link(f'{FOLDER}/victim.txt', 'a')\nopen('a', 'w')",
-    "writes by the process's root": "import os\nopen(f'/proc/{os.getppid()}/root{FOLDER}/new', 'w')",
+    "writes by the root of a process": """
+        import os
+        open(f"/proc/{os.getppid()}/root{FOLDER}/new", "w")
+    """,
     "changes rights outside": "import os\nos.chmod(f'{FOLDER}/victim.txt', 0)",
     "renames a file outside": "import os\nos.rename(f'{FOLDER}/victim.txt', f'{FOLDER}/gone')",
     "a shell that writes": "import os\nos.system(f'touch {FOLDER}/new; rm -rf {FOLDER}')",
@@ -188,7 +214,23 @@ HARM = {
     "kills everybody": "import os\nos.kill(-1, 9)",
     "kills its group": "import os\nos.killpg(0, 9)",
     "kills by foreign functions": "import ctypes\nassert ctypes.CDLL(None).kill(EVALUATOR, 9) == 0",
-    "traces the evaluator": "import ctypes\nassert ctypes.CDLL(None).ptrace(16, EVALUATOR, 0, 0) == 0",
+    "kills by a descriptor": """
+        import os, signal
+        signal.pidfd_send_signal(os.pidfd_open(EVALUATOR), 9)
+    """,
+    "kills by input": """
+        import fcntl, os
+        read, write = os.pipe()
+        fcntl.fcntl(read, fcntl.F_SETOWN, EVALUATOR)
+        fcntl.fcntl(read, 10, 9)  # F_SETSIG, SIGKILL
+        fcntl.fcntl(read, fcntl.F_SETFL, os.O_ASYNC)
+        os.write(write, b"x")
+    """,
+    "kills by a limit": "import resource as r\nr.prlimit(EVALUATOR, r.RLIMIT_CPU, (0, 0))",
+    "traces the evaluator": """
+        import ctypes
+        assert ctypes.CDLL(None).ptrace(16, EVALUATOR, 0, 0) == 0
+    """,
     "reads the evaluator": "open(f'/proc/{EVALUATOR}/environ').read()",
     "raises its limits": "import resource as r\nr.setrlimit(r.RLIMIT_AS, (-1, -1))",
     "becomes another user": "import os\nos.setuid(1)\nraise ValueError",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from helpers.quiz import make_row
-from knn_moe.tasks import Choice, rows
+from knn_moe.tasks import Choice, allow_programs, rows
 from knn_moe.tasks.kinds import Function, Number, Program
 from knn_moe.tasks.task import LIKELIHOOD
 
@@ -52,11 +52,16 @@ def test_kinds_ask_and_judge() -> None:
     assert options.continuations == (" one", " two", " three")
     assert Choice(bare=True).options(row).context == row["question"]
     assert Number().judge("So the answer is 1,005.", {"answer": "1005"}).score == 1
+
+
+def test_programs_are_judged_by_their_tests() -> None:
     program = {"prompt": "Add.", "tests": ["assert add(1, 2) == 3"]}
     right = "```python\ndef add(a, b):\n    return a + b\n```"
-    assert Program().judge(right, program).score == 1
-    assert Program().judge(right.replace("+", "-"), program).score == 0
+    with allow_programs():
+        assert Program().judge(right, program).score == 1
+        assert Program().judge(right.replace("+", "-"), program).score == 0
     function = {"prompt": "def add(a, b):\n", "entry_point": "add",
                 "tests": ["def check(f):\n    assert f(1, 2) == 3"]}  # fmt: skip
-    assert Function().judge("    return a + b\n", function).score == 1
-    assert Function().judge("    return a\n", function).score == 0
+    with allow_programs():
+        assert Function().judge("    return a + b\n", function).score == 1
+        assert Function().judge("    return a\n", function).score == 0

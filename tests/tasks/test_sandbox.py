@@ -1,299 +1,231 @@
-"""Hostile programs do no harm and do not pass; right ones pass; neither leaves anything behind."""
+"""Programs run only with consent, confined; harm stays inside, and right ones pass.
+
+The campaign `programs` runs every program of helpers/programs.py.
+"""
 
 from __future__ import annotations
 
-import ctypes
 import os
-import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
 import pytest
 
-from helpers.programs import FAKES, HOSTILE, RIGHT
-from knn_moe.errors import ConfigError
-from knn_moe.tasks import sandbox
-from knn_moe.tasks.sandbox import Limits, Outcome, run_program
+import knn_moe
+from helpers.programs import RIGHT, RIGHT_ADD, TESTS
+from knn_moe.errors import ConfigError, ProgramError
+from knn_moe.tasks import Task, allow_programs, confinement
+from knn_moe.tasks.confinement import CONFINEMENTS, Confinement, find_confinement, try_out
+from knn_moe.tasks.kinds import Choice, Program
+from knn_moe.tasks.sandbox import CONSENT, Limits, Outcome, check_programs, run_program
 
-SECRET = "a-secret-of-the-parent"
 AMPLE = Limits(seconds=60, memory_mb=256)  # for programs that end by themselves
-SHORT = Limits(seconds=1, memory_mb=256)
-
-
-@dataclass(frozen=True)
-class Outside:
-    """What is outside a program's folder: a file that anybody may write to, and a server."""
-
-    folder: Path
-    server: socket.socket
-
-    @property
-    def victim(self) -> Path:
-        return self.folder / "victim.txt"
-
-    def run(self, program: str, limits: Limits = AMPLE) -> Outcome:
-        """Run a program that knows where these are."""
-        known = {"FOLDER": str(self.folder), "PORT": self.server.getsockname()[1]}
-        lines = [f"{name} = {value!r}" for name, value in known.items()]
-        return run_program("\n".join([*lines, dedent(program)]), limits)
+SHORT = Limits(seconds=0.5, memory_mb=256)
+MBPP = Task(name="mbpp", title="MBPP", kind=Program(), files="mbpp")
 
 
 @pytest.fixture(autouse=True)
-def _nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No folder and no process outlives a run."""
-    started: list[int] = []
-    start = subprocess.Popen.__init__
+def _no_consent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(CONSENT, raising=False)
 
-    def recorded(self: subprocess.Popen[bytes], *args: Any, **options: Any) -> None:
-        start(self, *args, **options)
-        started.append(self.pid)
 
-    folder = tempfile.mkdtemp(prefix="sandbox-test-")
-    Path(folder).chmod(0o755)
-    monkeypatch.setattr(tempfile, "tempdir", folder)
-    monkeypatch.setattr(subprocess.Popen, "__init__", recorded)
-    yield
-    Path(folder).rmdir()  # fails if it is not empty
-    for group in started:
-        with pytest.raises(ProcessLookupError):
-            os.killpg(group, 0)
+@pytest.fixture(params=CONFINEMENTS, ids=lambda each: each.name)
+def confined(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Run programs in each confinement that this machine has."""
+    chosen: Confinement = request.param
+    reason = try_out(chosen)
+    if reason is not None:
+        pytest.skip(f"{chosen.name}: {reason}")
+    monkeypatch.setattr(confinement, "find_confinement", lambda: chosen)
+    with allow_programs():
+        yield chosen.name
 
 
 @pytest.fixture
-def outside(monkeypatch: pytest.MonkeyPatch) -> Iterator[Outside]:
-    """A file and a server that are open to everybody, and must be untouched afterwards."""
-    monkeypatch.setenv("PARENT_SECRET", SECRET)
-    folder = Path(tempfile.mkdtemp(prefix="sandbox-outside-", dir="/tmp"))
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        server.setblocking(False)
-        world = Outside(folder, server)
-        world.victim.write_text(SECRET)
-        folder.chmod(0o777)
-        world.victim.chmod(0o666)
-        yield world
-        with pytest.raises(BlockingIOError):
-            server.accept()
-    assert [path.name for path in folder.iterdir()] == ["victim.txt"]
-    assert world.victim.read_text() == SECRET
-    assert world.victim.stat().st_mode & 0o777 == 0o666
-    shutil.rmtree(folder)
-
-
-@pytest.fixture(params=["all layers", "hooks alone", "kernel alone"])
-def layers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every layer must suffice on its own, where the others are missing or evaded."""
-    if request.param == "hooks alone":
-        bare = sandbox.CHILD.replace("\n_child()\n", "\n_child_ask_kernel = print\n_child()\n")
-        monkeypatch.setattr(sandbox, "CHILD", bare)
-        monkeypatch.setattr(os, "geteuid", lambda: 1)
-    if request.param == "kernel alone":
-        if not has_kernel_layers():
-            pytest.skip("this system has no Landlock, or no filter for its machine")
-        idle = "\n_guard_offences = lambda folder: lambda event, args: None\n_guard_reads = print\n"
-        monkeypatch.setattr(sandbox, "GUARDS", sandbox.GUARDS + idle)
-    return str(request.param)
-
-
-def has_kernel_layers() -> bool:
-    if not sandbox._system_call_filter():
-        return False
-    return bool(ctypes.CDLL(None).syscall(444, None, 0, 1) > 0)
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_harm_is_refused(name: str, layers: str, outside: Outside) -> None:
-    outcome = outside.run(HOSTILE[name])
-    assert not outcome.passed
-    assert any(word in outcome.reason for word in ("not allowed", "Error")), outcome
-
-
-@pytest.mark.parametrize("name", ["fork bomb", "write a new file", "delete", "kill its parent"])
-def test_an_offence_ends_a_program_that_catches_it(name: str, outside: Outside) -> None:
-    """A program that catches the error does not pass either."""
-    tried = "".join(f"    {line}\n" for line in HOSTILE[name].splitlines())
-    outcome = outside.run(f"try:\n{tried}except BaseException: pass\n")
-    assert outcome.reason.startswith("not allowed: ")
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        "raise ValueError(open(f'{FOLDER}/victim.txt').read())",
-        "import os\nraise ValueError(os.read(os.open(f'{FOLDER}/victim.txt', os.O_RDONLY), 99))",
-        "import os\nraise ValueError(os.listdir(FOLDER))",
-        "raise ValueError(open('/etc/passwd').read())",
-        "import os\nraise ValueError(open(f'/proc/{os.getppid()}/environ').read())",
-        "import os\nraise ValueError(open(f'/proc/{os.getppid()}/cmdline').read())",
-        "raise ValueError(open('/proc/self/environ').read())",
-    ],
-)
-def test_nothing_outside_can_be_read(program: str, layers: str, outside: Outside) -> None:
-    outcome = outside.run(program)
-    assert not outcome.passed
-    assert outcome.reason.startswith("PermissionError"), outcome
-
-
-def test_the_environment_is_empty(outside: Outside) -> None:
-    outcome = outside.run("import os\nraise ValueError(sorted(os.environ))")
-    assert not outcome.passed
-    # Python itself sets the last one.
-    assert set(outcome.reason.split("'")[1::2]) <= {"HOME", "TMPDIR", "LC_CTYPE"}
+def unconfined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Run programs where nothing confines them; yield the folder of temporary files."""
+    monkeypatch.setattr(confinement, "CONFINEMENTS", ())
+    find_confinement.cache_clear()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with allow_programs(unconfined=True):
+        yield tmp_path
+    find_confinement.cache_clear()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", ["while True: pass", "import time\ntime.sleep(1e6)"])
-def test_endless_programs_time_out(program: str) -> None:
-    assert run_program(program, SHORT) == Outcome(False, "timed out")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["print('x' * 4096)", "sys.stderr.write('x')", "os.write(1, b'x')"])
-def test_endless_output_is_discarded(how: str) -> None:
-    outcome = run_program(f"import os, sys\nwhile True: {how}", SHORT)
-    assert outcome == Outcome(False, "timed out")
-
-
-def test_memory_is_bounded() -> None:
-    hoard = "kept = []\nwhile True: kept.append(bytearray(1 << 20))"
-    assert run_program(hoard, AMPLE) == Outcome(False, "MemoryError")
-    assert not run_program("x = 'x' * (1 << 40)", AMPLE).passed
-
-
-def test_files_are_bounded() -> None:
-    limits = Limits(seconds=60, file_mb=1)
-    outcome = run_program("open('big', 'wb').write(bytes(2 << 20))\nopen('big').seek(0)", limits)
-    assert "File too large" in outcome.reason
-    many = "for name in range(10**6): open(str(name), 'wb').write(bytes(1 << 10))"
-    assert run_program(many, limits) == Outcome(False, "not allowed: so many files")
-    many = "import os\nfor name in range(10**6): os.mkdir(str(name))"
-    assert run_program(many, limits) == Outcome(False, "not allowed: so many files")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("limit", [None, 10**9])
-def test_deep_recursion_ends(limit: int | None) -> None:
-    deep = "import sys\ndef f(x): return f([x]) and repr(x)\n"
-    outcome = run_program(
-        f"{deep}{f'sys.setrecursionlimit({limit})' if limit else ''}\nf(0)", SHORT
-    )
-    assert not outcome.passed
-
-
-def test_signals_cannot_be_caught_nor_limits_raised(outside: Outside) -> None:
-    if has_kernel_layers():
-        outcome = outside.run("import signal\nsignal.signal(signal.SIGXCPU, print)")
-        assert outcome.reason.startswith("PermissionError")
-    outcome = outside.run("import resource as r\nr.setrlimit(r.RLIMIT_CPU, (99, 99))")
-    assert outcome == Outcome(False, "not allowed: resource.setrlimit")
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        "import sys\nsys.exit(0)",
-        "import sys\nsys.exit()",
-        "import os\nos._exit(0)",
-        "raise SystemExit",
-        "import os, atexit\natexit.register(print)\nos.closerange(3, 64)\nos._exit(0)",
-    ],
-)
-def test_exiting_early_does_not_pass(program: str) -> None:
-    outcome = run_program(program, AMPLE)
-    assert not outcome.passed
-    assert outcome.reason in ("exited early", "killed: SIGKILL")
-
-
-# Sends all bytes that could be the token to all files that could be the report.
-SEND = """
-import os, sys
-def send(*found):
-    for fd in range(3, 64):
-        for value in found:
-            try: os.write(fd, value)
-            except OSError: pass
-def hunt(frame, depth=0):
-    values = []
-    while frame:
-        values += [*frame.f_locals.values(), *frame.f_globals.values()]
-        frame = frame.f_back
-    for value in list(values):
-        values += value.values() if type(value) is dict else ()
-        values += value if type(value) in (list, tuple) else ()
-    for value in values:
-        if type(value) is str and len(value) == 32: send(value.encode())
-        if type(value) is bytes and len(value) == 32: send(value)
-"""
-
-
-@pytest.mark.parametrize("name", FAKES)
-def test_a_pass_cannot_be_faked(name: str) -> None:
-    outcome = run_program(SEND + dedent(FAKES[name]), AMPLE)
-    assert not outcome.passed
-    assert "LookupError" not in outcome.reason  # the fake itself must work
-
-
-def test_a_program_passes_at_its_last_line() -> None:
-    assert run_program(SEND, AMPLE).passed
-    assert not run_program("def f():\n    raise ValueError\nf()", AMPLE).passed
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_programs_pass(name: str, confined: str) -> None:
+    outcome = run_program(f"{dedent(RIGHT[name]).lstrip()}\n{RIGHT_ADD}", TESTS, AMPLE)
+    assert outcome == Outcome(True, "passed")
 
 
 @pytest.mark.parametrize(
     ("program", "reason"),
     [
-        ("assert 1 + 1 == 3, 'sums are wrong'", "AssertionError: sums are wrong"),
-        ("assert False", "AssertionError"),
-        ("raise KeyError('é \\udc80 \\x00')", "KeyError: "),
-        ("class E(Exception):\n    def __str__(self): raise self\nraise E", "E"),
-        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+        ("", "NameError: name 'add' is not defined"),
+        ("def add(a, b): return a - b", "AssertionError"),
+        ("raise KeyError('é \\udc80 \\x00\\n')", "KeyError: "),
         ("def f(:", "SyntaxError: "),
-        ("x = 1\x00", "SyntaxError: |ValueError: "),
-        ("x = '\udc80'", "UnicodeEncodeError: "),
-        ("x = " + "(" * 10_000, "SyntaxError: |MemoryError"),
-        ("import torch", "ModuleNotFoundError: No module named 'torch'"),
         ("input()", "EOFError: "),
-        ("exit_code = 1 / 0", "ZeroDivisionError: division by zero"),
+        ("import sys\nsys.exit(0)", "exited early"),
+        ("import os\nos._exit(0)", "killed, or exited early"),
+        ("import os\nos.kill(os.getpid(), 9)", "killed, or exited early"),
+        ("import torch", "ModuleNotFoundError: No module named 'torch'"),
+        ("x = 'x' * (1 << 40)", "MemoryError"),
+        ("open('x', 'wb').write(bytes(32 << 20))", "OSError: "),
+        ("open('/usr/x', 'w')", "OSError: [Errno 30] Read-only file system"),
+        ("open('/etc/passwd')", "FileNotFoundError: "),
+        ("open('/proc/1/environ')", "FileNotFoundError: "),
+        ("import socket\nsocket.create_connection(('192.0.2.1', 9))", "OSError: [Errno 101]"),
     ],
 )
-def test_the_reason_names_the_error(program: str, reason: str) -> None:
-    outcome = run_program(program, AMPLE)
+def test_the_reason_names_the_error(program: str, reason: str, confined: str) -> None:
+    outcome = run_program(program, TESTS, AMPLE)
     assert not outcome.passed
-    assert outcome.reason.startswith(tuple(reason.split("|"))), outcome
+    assert outcome.reason.startswith(reason), outcome
+    assert "\n" not in outcome.reason
 
 
-def test_a_reason_is_short() -> None:
-    assert len(run_program("raise ValueError('x' * 10**6)", AMPLE).reason) == 500
+def test_a_reason_is_short(confined: str) -> None:
+    assert len(run_program("raise ValueError('x' * 10**6)", limits=AMPLE).reason) == 500
 
 
-@pytest.mark.parametrize("name", RIGHT)
-def test_right_programs_pass(name: str, layers: str) -> None:
-    assert run_program(dedent(RIGHT[name]), AMPLE) == Outcome(True, "passed")
+def test_the_environment_is_empty(confined: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_SECRET", "secret")
+    outcome = run_program("import os\nraise ValueError(sorted(os.environ))", limits=AMPLE)
+    # Python and the shell set the others.
+    known = {"HOME", "TMPDIR", "PATH", "LC_CTYPE", "PWD", "OLDPWD", "SHLVL", "_"}
+    assert set(outcome.reason.split("'")[1::2]) <= known
+
+
+def test_files_outside_cannot_be_seen(confined: str, tmp_path: Path) -> None:
+    outcome = run_program(f"import os\nassert not os.path.exists({str(tmp_path)!r})", limits=AMPLE)
+    assert outcome.passed
+    outcome = run_program("import os\nraise ValueError(os.listdir('.'))", limits=AMPLE)
+    assert outcome.reason == "ValueError: []"
 
 
 @pytest.mark.slow
-def test_a_folder_left_deep_and_closed_is_deleted() -> None:
-    program = "import os\nos.makedirs('a/' * 90)\nopen('a/x', 'w')\nos.chmod('a/x', 0)\n"
-    assert run_program(program + "os.chmod('a/a', 0)\nos.chmod('a', 0)", AMPLE).passed
-    deep = folder = Path(tempfile.mkdtemp())
-    for _ in range(sys.getrecursionlimit() + 100):
-        deep = deep / "a"
-        deep.mkdir()
-    (folder / "link").symlink_to("/")
-    sandbox._delete(str(folder))
-    assert not folder.exists()
+def test_all_files_together_are_bounded(confined: str) -> None:
+    many = "for name in range(40): open(str(name), 'wb').write(bytes(1 << 20))"
+    assert "No space left" in run_program(many, limits=AMPLE).reason
 
 
-def test_many_runs_leave_nothing_open() -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["while True: pass", "while True: print('x' * 4096)"])
+def test_endless_programs_time_out(program: str, confined: str) -> None:
+    assert run_program(program, limits=SHORT) == Outcome(False, "timed out")
+
+
+def test_a_child_cannot_pass_for_its_parent(confined: str) -> None:
+    program = f"import os\nif os.fork(): os.wait(); raise ValueError\n{RIGHT_ADD}"
+    assert run_program(program, TESTS, AMPLE) == Outcome(False, "ValueError")
+
+
+def test_many_runs_leave_nothing_open(confined: str) -> None:
     before = len(list(Path("/dev/fd").iterdir()))
-    for program in ("", "1 / 0", "import os\nos._exit(3)") * 5:
-        run_program(program, AMPLE)
+    for program in ("", "1 / 0", "import os\nos._exit(3)"):
+        run_program(program, limits=AMPLE)
     assert len(list(Path("/dev/fd").iterdir())) == before
+
+
+def test_a_confinement_that_does_not_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = Confinement("broken", lambda megabytes: ["sh", "-c", "echo no space >&2; exit 1"])
+    monkeypatch.setattr(confinement, "find_confinement", lambda: broken)
+    with allow_programs(), pytest.raises(ProgramError, match=r"\(broken\): no space"):
+        run_program("")
+
+
+def test_programs_need_consent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(confinement, "find_confinement", lambda: confinement.UNCONFINED)
+    with pytest.raises(ProgramError, match="--run-code, or with KNN_MOE_RUN_CODE=1"):
+        run_program("")
+    with pytest.raises(ProgramError, match="'mbpp' runs programs that the model writes"):
+        check_programs([MBPP])
+    check_programs([Task(name="quiz", title="Quiz", kind=Choice(), files="quiz")])
+    monkeypatch.setenv(CONSENT, "yes")
+    with pytest.raises(ProgramError, match="now: 'yes'"):
+        check_programs([MBPP])
+    monkeypatch.setenv(CONSENT, "1")
+    check_programs([MBPP])
+
+
+def test_consent_ends_and_is_not_reduced() -> None:
+    with allow_programs(unconfined=True):
+        with allow_programs():
+            assert os.environ[CONSENT] == "unconfined"
+        assert os.environ[CONSENT] == "unconfined"
+    assert CONSENT not in os.environ
+
+
+def test_without_confinement_programs_are_refused(
+    unconfined: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(CONSENT, "1")
+    gone = Confinement("bubblewrap", lambda megabytes: ["bwrap"])
+    broken = Confinement("unshare", lambda megabytes: ["/bin/sh", "-c", "echo no >&2; false"])
+    monkeypatch.setattr(confinement, "CONFINEMENTS", (gone, broken))
+    monkeypatch.setattr(confinement, "ENVIRONMENT", {"PATH": ""})
+    restricted = tmp_path / "apparmor_restrict"
+    restricted.write_text("1\n")
+    monkeypatch.setattr(confinement, "_RESTRICTION", restricted)
+    with pytest.raises(ProgramError) as refused:
+        check_programs([MBPP])
+    for part in (
+        "bubblewrap: bwrap is not installed",
+        "unshare: no;",
+        "AppArmor restricts user namespaces",
+        "--run-unconfined",
+    ):
+        assert part in str(refused.value)
+
+
+def test_programs_may_run_unconfined(unconfined: Path) -> None:
+    check_programs([MBPP])
+    assert run_program(RIGHT_ADD, TESTS, AMPLE).passed
+    assert run_program("open('x', 'w').write('x')", limits=AMPLE).passed
+    closed = "import os\nos.makedirs('a/b')\nos.chmod('a', 0)\nos.chmod('.', 0)"
+    assert run_program(closed, limits=AMPLE).passed
+    assert list(unconfined.iterdir()) == []
+
+
+EVALUATOR = """
+from knn_moe.tasks import allow_programs, confinement
+from knn_moe.tasks.sandbox import run_program
+chosen = next(each for each in confinement.CONFINEMENTS if each.name == {name!r})
+confinement.find_confinement = lambda: chosen
+with allow_programs():
+    print(run_program("if True:\\n    import os\\n    os.chmod('.', 0)\\n", "x = 1").reason)
+"""
+
+
+# Python may be in root's home: this makes it readable, seen only from here.
+AS_NOBODY = """
+set -e
+mount --bind "$1" /mnt
+mount -t tmpfs -o mode=755 home "$HOME"
+mkdir -p "$1"
+mount --bind /mnt "$1"
+shift
+exec setpriv --reuid=65534 --regid=65534 --clear-groups "$@"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_an_ordinary_user_can_confine_programs(confined: str) -> None:
+    """The tests may run as root, who has rights that other users do not have."""
+    shell = ["unshare", "--mount", "sh", "-c", AS_NOBODY, "sh", sys.base_prefix]
+    command = [*shell, sys.executable, "-c", EVALUATOR.format(name=confined)]
+    source = str(Path(knn_moe.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": source, "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.stdout == "passed\n", done.stderr
 
 
 @pytest.mark.parametrize(
@@ -303,7 +235,8 @@ def test_many_runs_leave_nothing_open() -> None:
         ({"seconds": float("nan")}, "seconds must be a positive number, got nan."),
         ({"seconds": float("inf")}, "seconds must be a positive number, got inf."),
         ({"memory_mb": 63}, "memory_mb must be at least 64, which Python itself needs, got 63."),
-        ({"file_mb": -1}, "file_mb must be at least 0, got -1."),
+        ({"file_mb": -1}, "file_mb must be at least 1, got -1."),
+        ({"processes": 0}, "processes must be at least 1, got 0."),
     ],
 )
 def test_limits_are_checked(limits: dict[str, Any], message: str) -> None:

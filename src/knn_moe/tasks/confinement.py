@@ -56,7 +56,8 @@ ln -s /tmp /sys/dev/shm
 mount -t tmpfs -o "size=${megabytes}m,nr_inodes=4096,mode=1777" tmp /sys/tmp
 mount -o remount,bind,ro /sys
 set +e
-unshare --root=/sys --wd=/tmp setpriv "$@"
+exec 3>&2 2>/dev/null  # where the shell says that a command was killed
+(exec unshare --root=/sys --wd=/tmp setpriv "$@" 2>&3 3>&-)
 exit $?
 """
 
@@ -99,7 +100,7 @@ def _unshare(megabytes: int) -> list[str]:
 def _readable() -> list[str]:
     """Return the paths that Python needs, none of them inside another."""
     python = {sys.base_prefix, sys.base_exec_prefix, str(Path(PYTHON).parent)}
-    paths = {Path(path) for path in (*_SYSTEM, *_DEVICES, *python) if Path(path).exists()}
+    paths = {Path(path) for path in (*_SYSTEM, *_DEVICES, *python) if os.access(path, os.R_OK)}
     return sorted(str(path) for path in paths if paths.isdisjoint(path.parents))
 
 

@@ -19,7 +19,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -138,21 +138,21 @@ def run_program(program: str, tests: str = "", limits: Limits = DEFAULT_LIMITS) 
     """
     chosen = _choose_confinement("This")
     nonce = secrets.token_hex(16).encode()
-    plan = {
-        "program": program,
-        "tests": tests,
-        "limits": limits.as_plan(confined=chosen.confines),
-    }
-    folder = tempfile.TemporaryDirectory(prefix="knn-moe-run-", ignore_cleanup_errors=True)
-    # A file without a name: a pipe would block on a long program.
-    with (
-        nullcontext() if chosen.confines else folder as place,
-        tempfile.TemporaryFile() as stdin,
-    ):
-        stdin.write(nonce + json.dumps(plan).encode("ascii"))
+    rules = limits.as_plan(confined=chosen.confines)
+    plan = json.dumps({"program": program, "tests": tests, "limits": rules})
+    # The plan is in a file without a name: a pipe would block on a long program.
+    with tempfile.TemporaryFile() as stdin, _make_folder(chosen) as folder:
+        stdin.write(nonce + plan.encode("ascii"))
         stdin.seek(0)
-        report = _run(chosen.command(limits.file_mb), stdin.fileno(), place, limits.seconds)
+        report = _run(chosen.command(limits.file_mb), stdin.fileno(), folder, limits.seconds)
     return _judge(report, nonce, chosen)
+
+
+def _make_folder(chosen: Confinement) -> AbstractContextManager[str | None]:
+    """Return a folder for a program that is not confined: others have a private /tmp."""
+    if chosen.confines:
+        return nullcontext()
+    return tempfile.TemporaryDirectory(prefix="knn-moe-run-", ignore_cleanup_errors=True)
 
 
 def _run(before: list[str], stdin: int, folder: str | None, seconds: float) -> bytes | None:
