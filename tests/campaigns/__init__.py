@@ -13,4 +13,6 @@ CAMPAIGNS: Final[dict[str, int]] = {
     "power_cuts": 200,
     "mutants": 12_000,
     "programs": 400,
+    "endpoints": 400,
+    "programs": 444,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -163,3 +164,43 @@ def test_comparing_what_is_not_there(tmp_path: Path) -> None:
     assert_refused(run_cli("compare", tmp_path), str(tmp_path))
     both = run_cli("compare", tmp_path, "--json", "--csv")
     assert_refused(both, "Choose one of --json, --latex and --csv")
+
+
+@pytest.fixture
+def program_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A task whose answers are programs."""
+    monkeypatch.delenv("KNN_MOE_RUN_CODE", raising=False)
+    row = {"prompt": "Add.", "code": "def add(a, b): return a + b", "tests": ["assert add(1, 2)"]}
+    path = tmp_path / "sums.jsonl"
+    path.write_text(json.dumps(row) + "\n", encoding="utf8")
+    return path
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("eval", "no/model", "-m", "zero-shot"),
+        ("reproduce", "main", "--model", "tiny-olmoe"),
+        ("reproduce", "pretrained", "--model", "tiny-olmoe", "--part", "generation"),
+    ],
+    ids=["eval", "reproduce", "pretrained"],
+)
+def test_programs_need_consent(
+    command: tuple[str, ...], program_file: Path, tmp_path: Path
+) -> None:
+    reference = {"prompt": "Sub.", "code": "def sub(a, b): return a - b", "tests": ["x"]}
+    (tmp_path / "sums_ref.jsonl").write_text(json.dumps(reference) + "\n", encoding="utf8")
+    output = tmp_path / "runs"
+    refused = run_cli(*command, "-t", program_file, "-o", output)
+    assert_refused(refused, "'sums' runs programs that the model writes", "--run-code")
+    assert not output.exists()
+
+
+@pytest.mark.slow
+def test_programs_run_with_consent(program_file: Path, tmp_path: Path) -> None:
+    task = ("-t", program_file, "-m", "zero-shot", "--max-new-tokens", 4, "--device", "cpu")
+    output = tmp_path / "runs"
+    result = run_cli("eval", "tiny-olmoe", *task, "-o", output, "--run-code", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)[0]["score"] == 0
+    assert "KNN_MOE_RUN_CODE" not in os.environ

@@ -90,6 +90,17 @@ def test_a_judge_behind_an_endpoint(
         assert result.exit_code == 0, result.output
         assert "Kept 1 of 6 prompts (no score for 1)" in result.stdout
         assert KEY not in result.output + output.read_text()
+        # The same command asks only for what is missing.
+        again = tmp_path / "again.jsonl"
+        endpoint.requests.clear()
+        endpoint.replies = [(200, "9"), (200, "8"), (400, b"too many")]
+        assert_refused(run_label(prompts_file, again, *judge), "too many")
+        assert len((tmp_path / "again.jsonl.verdicts").read_text().splitlines()) == 2
+        endpoint.replies = [(200, "0")]
+        assert run_label(prompts_file, again, *judge).exit_code == 0
+        assert len(endpoint.requests) == 3 + 4
+        assert len(again.read_text().splitlines()) == 2
+        again.unlink()
         endpoint.replies = [(400, b"no such model")]
         before = output.read_text()
         assert_refused(run_label(prompts_file, output, *judge, "--overwrite"), "no such model")

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ class Endpoint:
 
     url: str = ""
     requests: list[dict[str, Any]] = field(default_factory=list)
-    headers: list[dict[str, str]] = field(default_factory=list)
+    headers: list[Message] = field(default_factory=list)
     replies: list[tuple[int, Any]] = field(default_factory=list)  # the last one is repeated
     error_headers: dict[str, str] = field(default_factory=dict)
 
@@ -49,7 +50,7 @@ def serve_endpoint() -> Iterator[Endpoint]:
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             endpoint.requests.append({"path": self.path, **body})
-            endpoint.headers.append(dict(self.headers))
+            endpoint.headers.append(self.headers)
             number = min(len(endpoint.requests), len(endpoint.replies)) - 1
             status, reply = endpoint.replies[number]
             reply = reply(body) if callable(reply) else reply

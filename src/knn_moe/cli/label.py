@@ -21,7 +21,7 @@ from knn_moe.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from knn_moe.labels.endpoint import EndpointJudge
+    from knn_moe.labels.verdicts import WrittenVerdicts
 
 _CONFIG: Final = (
     "by", "keep", "threshold", "samples", "temperature", "max_new_tokens", "stop", "batch_size",
@@ -89,6 +89,9 @@ def command(model: str, prompts: Path, output: Path, as_json: bool, **options: A
 
     PROMPTS is a .jsonl or .jsonl.gz file with "prompt" or "messages" on each line, or a .txt file
     with one prompt per line. Plain texts need no labels: give them to knn-moe build.
+
+    Verdicts of a judge are kept in OUTPUT.verdicts as they come. After an interruption, the same
+    command asks only for those that are missing.
     """
     from knn_moe.labels.config import LabelConfig
     from knn_moe.labels.label import label, save_labelled, summarise
@@ -96,7 +99,7 @@ def command(model: str, prompts: Path, output: Path, as_json: bool, **options: A
 
     given = pick_given(options, *_CONFIG)
     config = LabelConfig(**({"by": "judge"} if options["url"] else {}) | given)
-    judge = _open_judge(config.by, options["url"], options["judge_model"])
+    judge = _open_judge(config.by, options["url"], options["judge_model"], output)
     _check_output(output, overwrite=options["overwrite"])
     unanswered = load_prompts(prompts)  # refuses a bad file before the model is loaded
     if options["chat"]:
@@ -106,6 +109,8 @@ def command(model: str, prompts: Path, output: Path, as_json: bool, **options: A
     with show_progress("Labelling") as report:
         labelled = label(network, tokenizer, unanswered, config, judge=judge, on_progress=report)
     save_labelled(output, labelled)
+    if judge is not None:
+        judge.remove()
     facts = summarise(labelled)
     if as_json:
         print_json({"output": str(output), "by": config.by, **facts})
@@ -113,14 +118,19 @@ def command(model: str, prompts: Path, output: Path, as_json: bool, **options: A
         _show(output, config.by, facts)
 
 
-def _open_judge(by: str, url: str | None, name: str | None) -> EndpointJudge | None:
+def _open_judge(by: str, url: str | None, name: str | None, output: Path) -> WrittenVerdicts | None:
+    """Return the judge at `url`; its verdicts are kept beside the output until that is written."""
     from knn_moe.labels.endpoint import EndpointJudge
+    from knn_moe.labels.verdicts import WrittenVerdicts
 
     if (by == "judge") != (url is not None):
         raise click.UsageError(f"--by judge and --judge URL go together, got --by {by}.")
     if (url is None) != (name is None):
         raise click.UsageError("--judge URL and --judge-model NAME go together. Give both.")
-    return None if url is None or name is None else EndpointJudge(url, name)
+    if url is None or name is None:
+        return None
+    judge = EndpointJudge(url, name)
+    return WrittenVerdicts(judge, output.with_name(f"{output.name}.verdicts"), judge.identity)
 
 
 def _check_output(output: Path, *, overwrite: bool) -> None:

@@ -98,17 +98,25 @@ def _ask_judge(
 ) -> list[float]:
     scores = []
     for number, (prompt, answer) in enumerate(pairs, start=1):
-        verdict = judge(prompt, answer)
-        try:
-            scores.append(float(verdict))
-        except (TypeError, ValueError):
-            raise LabelError(f"A judge must return a number or a bool, got {verdict!r}.") from None
+        scores.append(as_score(judge(prompt, answer)))
         on_progress(Progress("judging", number, len(pairs)))
     if scores and all(map(math.isnan, scores)):
         raise LabelError(
             f"The judge gave no verdict on any of {len(scores)} answers. It must return a number."
         )
     return scores
+
+
+def as_score(verdict: bool | float) -> float:
+    """Return a judge's verdict as a number.
+
+    Raises:
+        LabelError: It is not a number.
+    """
+    try:
+        return float(verdict)
+    except (TypeError, ValueError):
+        raise LabelError(f"A judge must return a number or a bool, got {verdict!r}.") from None
 
 
 def select_kept(scores: Sequence[float], config: LabelConfig) -> list[bool]:
