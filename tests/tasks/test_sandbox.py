@@ -167,10 +167,10 @@ def test_without_confinement_programs_are_refused(
     unconfined: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv(CONSENT, "1")
-    gone = Confinement("bubblewrap", lambda megabytes: ["bwrap"])
+    gone = CONFINEMENTS[0]  # bubblewrap
     broken = Confinement("unshare", lambda megabytes: ["/bin/sh", "-c", "echo no >&2; false"])
     monkeypatch.setattr(confinement, "CONFINEMENTS", (gone, broken))
-    monkeypatch.setattr(confinement, "ENVIRONMENT", {"PATH": ""})
+    monkeypatch.setenv("PATH", str(tmp_path))
     restricted = tmp_path / "apparmor_restrict"
     restricted.write_text("1\n")
     monkeypatch.setattr(confinement, "_RESTRICTION", restricted)

@@ -75,7 +75,13 @@ class Confinement:
 
 
 def _bubblewrap(megabytes: int) -> list[str]:
-    command = ["bwrap", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
+    command = [
+        _find_tool("bwrap"),
+        "--unshare-ipc",
+        "--unshare-pid",
+        "--unshare-net",
+        "--unshare-uts",
+    ]
     command += ["--die-with-parent", "--new-session", "--dir", "/dev", "--dir", "/etc"]
     for path in _readable():
         command += ["--dev-bind" if path in _DEVICES else "--ro-bind", path, path]
@@ -91,10 +97,18 @@ def _bubblewrap(megabytes: int) -> list[str]:
 
 def _unshare(megabytes: int) -> list[str]:
     root = os.geteuid() == 0
-    command = ["setpriv", "--pdeathsig=KILL", "unshare", "--mount", "--pid", "--net", "--ipc"]
-    command += ["--uts", "--fork", "--kill-child", *([] if root else ["--user", "--map-root-user"])]
+    command = [_find_tool("setpriv"), "--pdeathsig=KILL", _find_tool("unshare"), "--mount"]
+    command += ["--pid", "--net", "--ipc", "--uts", "--fork", "--kill-child"]
+    command += [] if root else ["--user", "--map-root-user"]
     command += ["sh", "-c", _BUILD_ROOT, "sh", str(megabytes), "\n".join(_readable())]
     return [*command, *(_NOBODY if root else ()), *_NO_RIGHTS]
+
+
+def _find_tool(name: str) -> str:
+    found = shutil.which(name)
+    if found is None:
+        raise FileNotFoundError(f"{name} is not installed")
+    return found
 
 
 def _readable() -> list[str]:
@@ -131,14 +145,9 @@ def find_confinement() -> Confinement:
 
 def try_out(confinement: Confinement) -> str | None:
     """Return why a trivial program cannot be run, or None."""
-    command = confinement.command(1)
-    missing = [name for name in ("bwrap", "setpriv", "unshare") if name in command[:3]]
-    missing = [name for name in missing if shutil.which(name, path=ENVIRONMENT["PATH"]) is None]
-    if missing:
-        return f"{missing[0]} is not installed"
     try:
         done = subprocess.run(
-            [*command, PYTHON, "-I", "-S", "-c", "pass"],
+            [*confinement.command(1), PYTHON, "-I", "-S", "-c", "pass"],
             env=ENVIRONMENT,
             stdin=subprocess.DEVNULL,
             capture_output=True,

@@ -13,7 +13,7 @@ import json
 import math
 import os
 import secrets
-import select
+import selectors
 import signal
 import subprocess
 import tempfile
@@ -181,16 +181,18 @@ def _listen(process: subprocess.Popen[bytes], seconds: float) -> bytes | None:
     assert process.stdout is not None  # it is a pipe
     report, started = b"", False
     deadline = time.monotonic() + _LONGEST_START
-    while len(report) <= _LONGEST_REPORT:
-        left = deadline - time.monotonic()
-        if left <= 0 or not select.select([process.stdout], [], [], left)[0]:
-            return None if started else report
-        piece = os.read(process.stdout.fileno(), _LONGEST_REPORT)
-        report += piece
-        if not started and _READY in report:
-            started, deadline = True, time.monotonic() + seconds
-        if not piece or report.partition(_READY)[2].endswith(b"\n"):
-            break
+    with selectors.DefaultSelector() as ready:
+        ready.register(process.stdout, selectors.EVENT_READ)
+        while len(report) <= _LONGEST_REPORT:
+            left = deadline - time.monotonic()
+            if left <= 0 or not ready.select(left):
+                return None if started else report
+            piece = os.read(process.stdout.fileno(), _LONGEST_REPORT)
+            report += piece
+            if not started and _READY in report:
+                started, deadline = True, time.monotonic() + seconds
+            if not piece or report.partition(_READY)[2].endswith(b"\n"):
+                break
     return report
 
 
