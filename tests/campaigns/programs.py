@@ -24,13 +24,13 @@ from helpers.programs import TESTS, Case, all_cases
 from knn_moe.tasks import confinement
 from knn_moe.tasks.sandbox import Limits, Outcome, allow_programs, run_program
 
-_KINDS = ("bubblewrap", "unshare")
 _KILLED = "killed evaluator"
 _PATIENCE = 60.0  # seconds until something counts as not happening
 
 
 def run(count: int, seed: int, scratch: Path) -> Tally:
     """Run `count` programs; all of them in all confinements, then again."""
+    confinement.find_confinement()  # says why if there is none
     cases = all_cases()
     faults = [(kind, name) for kind in working_confinements() for name in cases]
     endless = [name for name, case in cases.items() if case.endless]
