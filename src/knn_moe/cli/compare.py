@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     from knn_moe.support.statistics import Comparison
 
 _COLUMNS = (
-    "task", "method", "n", "score %", "95 % interval", "change", "95 % interval", "p", "p (Holm)",
-    "NLL",
+    "task", "method", "n", "score %", "95 % interval", "chance %", "unparsed %", "change",
+    "95 % interval", "p", "p (Holm)", "NLL",
 )  # fmt: skip
+_ALWAYS = ("chance", "unparsed", "unparsed_share")  # columns of every CSV file
 
 
 @click.command(name="compare")
@@ -55,8 +56,11 @@ def command(
     knn-moe compare runs --against zero-shot --latex
 
     Changes are paired, with a bootstrap over questions. p (Holm) corrects p for the number of
-    tasks, and "Avg." covers all questions of all tasks. NLL is the mean loss per token of the
-    prompts or texts; tasks scored by likelihood also have the loss of the right answer.
+    tasks, and "Avg." covers all questions of all tasks. chance is the score of guessing, and
+    unparsed the share of outputs without an answer, which score 0. A change is not judged, and has
+    no p, if the baseline is mostly unparsed or both scores are at chance. NLL is the mean loss per
+    token of the prompts or texts; tasks scored by likelihood also have the loss of the right
+    answer.
     """
     from knn_moe.evaluation.compare import compare_runs
     from knn_moe.evaluation.store import read_runs
@@ -84,6 +88,8 @@ def show_runs(runs: Sequence[Run], against: str) -> None:
 
 
 def _show_lines(lines: Sequence[Line], against: str) -> None:
+    from knn_moe.evaluation.compare import explain_doubts
+
     by_likelihood = any(line.answer_loss is not None for line in lines)
     columns = (*_COLUMNS, "NLL of right answer") if by_likelihood else _COLUMNS
     rows = [_cells(line)[: len(columns)] for line in lines]
@@ -101,26 +107,32 @@ def _show_lines(lines: Sequence[Line], against: str) -> None:
             f"{near_ties} choices are decided by less than rounding errors. Another batch size may "
             f"give other scores for them."
         )
-    for line in tasks:
-        if line.unparsed:
-            print_note(f"{line.task}, {line.method}: {line.unparsed} outputs contain no answer.")
+    for doubt in explain_doubts(lines):
+        print_note(doubt)
 
 
 def _cells(line: Line) -> tuple[str, ...]:
     change = line.change
+    judged = change is not None and change.doubt is None
     return (
         line.task,
         line.method,
         f"{line.items:,}",
         f"{100 * line.score.mean:.2f}",
         f"{100 * line.score.low:.1f} to {100 * line.score.high:.1f}",
+        _percent(line.chance),
+        _percent(line.unparsed_share),
         "-" if change is None else f"{100 * change.difference:+.2f}",
         "-" if change is None else f"{100 * change.low:+.2f} to {100 * change.high:+.2f}",
-        "-" if change is None else f"{change.p:.4f}",
-        "-" if line.adjusted_p is None else f"{line.adjusted_p:.4f}",
+        f"{change.p:.4f}" if change is not None and judged else "-",
+        f"{line.adjusted_p:.4f}" if line.adjusted_p is not None and judged else "-",
         _loss(line.nll, line.nll_change),
         _loss(line.answer_loss, line.answer_change),
     )
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f}"
 
 
 def _loss(value: float | None, change: Comparison | None) -> str:
@@ -144,13 +156,18 @@ def _flatten(values: dict[str, Any], before: str = "") -> dict[str, Any]:
     for name, value in values.items():
         if isinstance(value, dict):
             flat |= _flatten(value, f"{before}{name}_")
-        elif value is not None:
+        elif value is not None or name in _ALWAYS:
             flat[f"{before}{name}"] = value
     return flat
 
 
 def _latex(lines: Sequence[Line], against: str) -> str:
-    """Return tasks as columns and methods as rows, with a star where p < 0.05."""
+    """Return tasks as columns and methods as rows, with a star where p < 0.05.
+
+    The first row has the chance levels; outputs without an answer are counted in brackets.
+    """
+    from knn_moe.evaluation.compare import explain_doubts
+
     tasks = list(dict.fromkeys(line.task for line in lines))
     methods = list(dict.fromkeys(line.method for line in lines))
     cells = {(line.method, line.task): line for line in lines}
@@ -159,9 +176,19 @@ def _latex(lines: Sequence[Line], against: str) -> str:
         line = cells.get((method, task))
         if line is None:
             return "--"
-        p = line.change.p if line.change and line.adjusted_p is None else line.adjusted_p
+        change = line.change
+        p = None if change is None or change.doubt else line.adjusted_p or change.p
         star = "$^{*}$" if p is not None and p < 0.05 else ""
-        return f"{100 * line.score.mean:.2f}{star}"
+        return f"{100 * line.score.mean:.2f}{star}{unparsed(line)}"
+
+    def unparsed(line: Line) -> str:
+        share = line.unparsed_share
+        return "" if share is None else rf" ({100 * share:.1f}\,\%)"
+
+    def chance(task: str) -> str:
+        known = (line.chance for line in lines if line.task == task)
+        share = next((share for share in known if share is not None), None)
+        return "--" if share is None else f"{100 * share:.2f}"
 
     rows = [
         " & ".join([_escape_tex(method), *(cell(method, task) for task in tasks)]) + r" \\"
@@ -173,10 +200,13 @@ def _latex(lines: Sequence[Line], against: str) -> str:
             r"\toprule",
             " & ".join(["Method", *map(_escape_tex, tasks)]) + r" \\",
             r"\midrule",
+            " & ".join(["Chance", *map(chance, tasks)]) + r" \\",
             *rows,
             r"\bottomrule",
             r"\end{tabular}",
             rf"% * differs from {against} with p < 0.05 (paired bootstrap, Holm over tasks)",
+            "% (in brackets) share of outputs without an answer, which score 0",
+            *(f"% {doubt}" for doubt in explain_doubts(lines)),
         ]
     )
 

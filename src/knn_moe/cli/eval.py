@@ -131,7 +131,7 @@ def command(
     chosen = [(name, None) for name in methods or DEFAULT] + [("knn", kind) for kind in controls]
     runs = _evaluate(model, tasks, list(dict.fromkeys(chosen)), output, options)
     if as_json:
-        print_json([{**run.facts, "score": _mean(run)} for run in runs])
+        print_json([{**run.facts, **_result(run)} for run in runs])
         return
     from knn_moe.cli.compare import show_runs
 
@@ -266,8 +266,13 @@ def _run_name(method: str, control: str | None) -> str:
     return method if control is None else f"{method}-{control}"
 
 
-def _mean(run: Run) -> float:
-    return sum(sample.score for sample in run.samples) / len(run.samples)
+def _result(run: Run) -> dict[str, float | None]:
+    """Return the score of a run and what it must be read with, for JSON."""
+    from knn_moe.evaluation.compare import summarise
+
+    line = summarise(run)
+    known = {name: getattr(line, name) for name in ("chance", "unparsed", "unparsed_share")}
+    return {"score": line.score.mean, **known}
 
 
 def _show_tasks(as_json: bool) -> None:

@@ -1,7 +1,9 @@
 """Compare runs: scores with intervals, and paired differences from one of the methods.
 
-Runs of one task must have the same questions: samples are matched by their ids and prompts. Knows
-samples and statistics; nothing of models.
+Runs of one task must have the same questions: samples are matched by their ids and prompts. A
+change of the score is in doubt, and nobody may call it better or worse, if the baseline gave no
+answer to most questions or if both scores are at chance. Knows samples and statistics; nothing of
+models.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from knn_moe.errors import RunError
 from knn_moe.evaluation.store import Run
@@ -22,14 +24,17 @@ from knn_moe.support.statistics import (
     holm,
     paired_bootstrap,
     pooled,
+    split_terciles,
 )
 from knn_moe.tasks.sample import Sample
-from knn_moe.tasks.task import TEXT
+from knn_moe.tasks.task import GENERATION, TEXT
 
 AVERAGE: Final = "Avg."
+MOSTLY: Final = 0.5  # a baseline with a larger share of outputs without an answer is no baseline
 TERCILES: Final = ("low", "mid", "high")
 _NLL, _ANSWER_LOSS = attrgetter("nll"), attrgetter("answer_loss")
 _MUST_AGREE: Final = ("model", "dtype", "scoring", "asked", "batches")  # in compared runs
+Pairs: TypeAlias = Sequence[tuple[Sample, Sample]]  # a method's and the baseline's, by question
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +48,10 @@ class Line:
     items: int
     score: Accuracy
     nll: float | None  # mean loss per token, of prompts or of texts
-    unparsed: int  # outputs without an answer
     near_ties: int  # choices that rounding may flip
+    chance: float | None = None  # the score of guessing; None: no choices, or not known
+    unparsed: int | None = None  # outputs without an answer; None: nothing was generated
+    unparsed_share: float | None = None  # of the outputs
     change: Comparison | None = None
     nll_change: Comparison | None = None
     adjusted_p: float | None = None  # of `change`, adjusted for the number of tasks (Holm)
@@ -81,7 +88,7 @@ def compare_runs(runs: Sequence[Run], against: str, resamples: int = 10_000) -> 
                 f"There are two runs of {run.method} on {run.task}. Compare one folder of runs."
             )
         by_task[run.task][run.method] = run
-    lines = []
+    lines: list[Line] = []
     for by_method in by_task.values():
         base = by_method.get(against)
         ordered = sorted(by_method.values(), key=lambda run: run.method != against)
@@ -90,21 +97,73 @@ def compare_runs(runs: Sequence[Run], against: str, resamples: int = 10_000) -> 
 
 
 def _compare(run: Run, base: Run | None, resamples: int) -> Line:
-    line = replace(
-        _summarise(run.task, str(run.facts["title"]), run.method, [run]),
-        answer_loss=_mean([sample.answer_loss for sample in run.samples]),
-        preparation_seconds=run.facts.get("preparation_seconds"),
-    )
+    line = summarise(run)
     if base is None or base is run:
         return line
     pairs = match_samples(run, base)
     return replace(
         line,
-        change=paired_bootstrap(*_paired_scores(pairs), resamples),
+        change=compare_scores(run, base, resamples),
         nll_change=None if _is_reworded(run, base) else _compare_losses(_NLL, pairs, resamples),
-        by_perplexity=_compare_thirds(pairs, resamples),
+        by_perplexity=_compare_thirds(pairs, base, resamples),
         answer_change=_compare_losses(_ANSWER_LOSS, pairs, resamples),
     )
+
+
+def summarise(run: Run) -> Line:
+    """Return the result of a run, not compared with anything."""
+    return replace(
+        _summarise(run.task, str(run.facts["title"]), run.method, [run]),
+        answer_loss=_mean([sample.answer_loss for sample in run.samples]),
+        preparation_seconds=run.facts.get("preparation_seconds"),
+    )
+
+
+def compare_scores(run: Run, base: Run, resamples: int = 10_000) -> Comparison:
+    """Return the change of the score against a baseline, with what speaks against reading it.
+
+    Raises:
+        RunError: The runs cannot be compared.
+    """
+    pairs = match_samples(run, base)
+    change = paired_bootstrap(*_paired_scores(pairs), resamples)
+    return replace(change, doubt=_find_doubt(pairs, base))
+
+
+def explain_doubts(lines: Sequence[Line]) -> list[str]:
+    """Return a sentence for each reason why changes of the score are not judged."""
+    methods: dict[tuple[str, str], list[str]] = {}
+    for line in lines:
+        if line.change is not None and line.change.doubt is not None:
+            methods.setdefault((line.task, line.change.doubt), []).append(line.method)
+    return [
+        f"{task}: the change of {', '.join(names)} is not judged, because {doubt}."
+        for (task, doubt), names in methods.items()
+    ]
+
+
+def _find_doubt(pairs: Pairs, base: Run) -> str | None:
+    """Return why a change of the score says nothing, as the end of a sentence, or None."""
+    return _doubt_baseline(base, [theirs for _, theirs in pairs]) or _doubt_chance(pairs)
+
+
+def _doubt_baseline(base: Run, samples: Sequence[Sample]) -> str | None:
+    """Doubt a baseline that is mostly unparsed: a gain may be no more than the form of answers."""
+    unparsed = sum(sample.parsed is None for sample in samples)
+    if base.facts["scoring"] != GENERATION or unparsed <= MOSTLY * len(samples):
+        return None
+    return (
+        f"{base.method} gave no answer in {unparsed:,} of {len(samples):,} outputs of {base.task}"
+    )
+
+
+def _doubt_chance(pairs: Pairs) -> str | None:
+    """Doubt two scores whose 95 % intervals both include the chance level, or lie below it."""
+    sides = [list(side) for side in zip(*pairs, strict=True)]
+    chance = next((known for side in sides if (known := _chance(side)) is not None), None)
+    if chance is None or any(_score(side).low > chance for side in sides):
+        return None
+    return f"both scores are at chance ({100 * chance:.1f} %)"
 
 
 def match_samples(run: Run, base: Run) -> list[tuple[Sample, Sample]]:
@@ -138,7 +197,7 @@ def _is_reworded(run: Run, base: Run) -> bool:
 
 def _compare_losses(
     loss: Callable[[Sample], float | None],
-    pairs: Sequence[tuple[Sample, Sample]],
+    pairs: Pairs,
     resamples: int,
 ) -> Comparison | None:
     """Compare a loss over the pairs that have it on both sides."""
@@ -150,16 +209,18 @@ def _compare_losses(
     return paired_bootstrap(ours, theirs, resamples)
 
 
-def _compare_thirds(
-    pairs: Sequence[tuple[Sample, Sample]], resamples: int
-) -> Mapping[str, Comparison] | None:
+def _compare_thirds(pairs: Pairs, base: Run, resamples: int) -> Mapping[str, Comparison] | None:
     """Compare scores by third of the baseline's perplexity, as the paper does."""
-    losses = [base.nll for _, base in pairs]
+    losses = [theirs.nll for _, theirs in pairs]
     if len(pairs) < len(TERCILES) or any(loss is None for loss in losses):
         return None
     perplexity = [math.exp(min(loss, 700.0)) for loss in losses if loss is not None]
-    thirds = by_tercile(perplexity, *_paired_scores(pairs), resamples)
-    return dict(zip(TERCILES, thirds, strict=True))
+    changes = by_tercile(perplexity, *_paired_scores(pairs), resamples)
+    thirds = [[pairs[place] for place in third] for third in split_terciles(perplexity)]
+    return {
+        name: replace(change, doubt=_find_doubt(third, base))
+        for name, change, third in zip(TERCILES, changes, thirds, strict=True)
+    }
 
 
 def _adjust_p_values(lines: Sequence[Line], against: str) -> list[Line]:
@@ -189,18 +250,25 @@ def _average(by_task: Mapping[str, Mapping[str, Run]], against: str, resamples: 
         title = f"all {sum(len(run.samples) for run in runs):,} questions"
         line = _summarise(AVERAGE, title, method, runs)
         if method != against:
-            parts = {
-                run.task: _paired_scores(match_samples(run, by_method[against]))
-                for run, by_method in zip(runs, scored, strict=True)
-            }
-            line = replace(line, change=pooled(parts, resamples))
+            line = replace(line, change=_pool(runs, [one[against] for one in scored], resamples))
         lines.append(line)
     return lines
+
+
+def _pool(runs: Sequence[Run], bases: Sequence[Run], resamples: int) -> Comparison:
+    """Compare the scores of several tasks together; a bad baseline of one spoils them all."""
+    parts = {run.task: match_samples(run, base) for run, base in zip(runs, bases, strict=True)}
+    change = pooled({task: _paired_scores(pairs) for task, pairs in parts.items()}, resamples)
+    doubts = [_doubt_baseline(base, base.samples) for base in bases]
+    doubts.append(_doubt_chance([pair for pairs in parts.values() for pair in pairs]))
+    return replace(change, doubt=next(filter(None, doubts), None))
 
 
 def _summarise(task: str, title: str, method: str, runs: Sequence[Run]) -> Line:
     scorings = sorted({str(run.facts["scoring"]) for run in runs})
     samples = [sample for run in runs for sample in run.samples]
+    outputs = [x for run in runs if run.facts["scoring"] == GENERATION for x in run.samples]
+    unparsed = sum(sample.parsed is None for sample in outputs)
     return Line(
         task=task,
         title=title,
@@ -209,12 +277,14 @@ def _summarise(task: str, title: str, method: str, runs: Sequence[Run]) -> Line:
         items=len(samples),
         score=_score(samples),
         nll=_mean([sample.nll for sample in samples]),
-        unparsed=sum(sample.parsed is None for sample in samples if TEXT not in scorings),
+        chance=_chance(samples),
+        unparsed=unparsed if outputs else None,
+        unparsed_share=unparsed / len(outputs) if outputs else None,
         near_ties=sum(sample.near_tie for sample in samples),
     )
 
 
-def _paired_scores(pairs: Sequence[tuple[Sample, Sample]]) -> tuple[list[float], list[float]]:
+def _paired_scores(pairs: Pairs) -> tuple[list[float], list[float]]:
     return [ours.score for ours, _ in pairs], [theirs.score for _, theirs in pairs]
 
 
@@ -223,6 +293,12 @@ def _score(samples: Sequence[Sample]) -> Accuracy:
     if len(scores) == 1 and scores[0] not in (0.0, 1.0):
         return Accuracy(scores[0], 0.0, 1.0, 1)  # a single share says nothing about its spread
     return accuracy(scores)
+
+
+def _chance(samples: Sequence[Sample]) -> float | None:
+    """Return the mean probability of guessing right, if it is known for every question."""
+    known = [sample.chance for sample in samples]
+    return None if None in known else _mean(known)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from knn_moe.evaluation.compare import AVERAGE, TERCILES, Line, compare_runs
+from knn_moe.evaluation.compare import AVERAGE, TERCILES, Line, compare_runs, explain_doubts
 from knn_moe.evaluation.store import Run
 from knn_moe.report.charts import Bars, grouped_bars
 from knn_moe.report.page import render
@@ -62,7 +62,8 @@ def render_runs(
         "text": TEXT,
         "tested": len(tested),
         "near_ties": sum(line.near_ties for line in lines if line.task != AVERAGE),
-        "unparsed": [line for line in lines if line.unparsed and line.task != AVERAGE],
+        "questions": any(line.scoring != TEXT for line in lines),
+        "doubts": explain_doubts(lines),
         "charts": list(_charts(lines, methods)),
         "layer_charts": list(_layer_charts(runs, methods)),
         "tercile_charts": list(_tercile_charts(lines, methods)),
@@ -108,7 +109,10 @@ def _charts(lines: Sequence[Line], methods: Sequence[str]) -> Iterator[tuple[str
 
 
 def _value(change: Comparison | None) -> Value | None:
-    return None if change is None else (change.difference, change.low, change.high)
+    """Return what a chart shows of a change: nothing if it is in doubt."""
+    if change is None or change.doubt is not None:
+        return None
+    return change.difference, change.low, change.high
 
 
 def _draw(

@@ -93,7 +93,12 @@ def format_interval(low: float, high: float, unit: Unit) -> str:
 
 
 def judge_change(change: Comparison, lower_is_better: bool) -> str:
-    """Say what a reader may conclude: "better", "worse" or "no clear change"."""
+    """Say what a reader may conclude: "better", "worse" or "no clear change".
+
+    A change that is in doubt is "not judged".
+    """
+    if change.doubt is not None:
+        return "not judged"
     if not change.significant or not change.difference:
         return "no clear change"
     return "better" if (change.difference < 0) == lower_is_better else "worse"

@@ -39,11 +39,12 @@ class Comparison:
     low: float
     high: float
     p: float
+    doubt: str | None = None  # why it must not be read as better or worse, whatever p is
 
     @property
     def significant(self) -> bool:
-        """Whether p < 0.05."""
-        return self.p < 0.05
+        """Whether p < 0.05, and nothing speaks against reading it."""
+        return self.p < 0.05 and self.doubt is None
 
     def surely_less(self, items: int) -> bool:
         """Tell whether the difference is below zero, even if there are few items.
@@ -150,8 +151,14 @@ def by_tercile(
         )
     if len(difference) < 3:
         raise ConfigError(f"Terciles need at least three items, got {len(difference)}.")
-    thirds = np.array_split(order.argsort(kind="stable"), 3)
+    thirds = split_terciles(order)
     return Terciles(*(_bootstrap(difference[part], None, resamples, seed) for part in thirds))
+
+
+def split_terciles(perplexity: Scores) -> list[np.ndarray[Any, np.dtype[np.intp]]]:
+    """Return the places of the items in each third, that of the lowest perplexity first."""
+    order = np.asarray(perplexity, dtype=np.float64).argsort(kind="stable")
+    return list(np.array_split(order, len(Terciles._fields)))
 
 
 def pooled(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from knn_moe.errors import ModelError
 from knn_moe.tasks.generation import generate_tokens
-from knn_moe.tasks.kinds import Choice
+from knn_moe.tasks.kinds import Choice, count_choices
 from knn_moe.tasks.likelihood import choice_scores, mean_losses, token_losses
 from knn_moe.tasks.prompts import LETTERS
 from knn_moe.tasks.questions import Question, pad_choices
@@ -119,6 +119,7 @@ def by_generation(
                     answer=task.kind.completion(question.row) if shown else None,
                     parsed=verdict.parsed if shown or verdict.parsed is None else "hidden",
                     output=None if task.secret else output,
+                    choices=count_choices(task.kind, question.row),
                 )
             )
         return samples

@@ -17,7 +17,7 @@ from knn_moe.tasks.parsing import (
     same_number,
 )
 from knn_moe.tasks.sandbox import run_program
-from knn_moe.tasks.task import GENERATION, LIKELIHOOD, TEXT, Options, Row, Verdict
+from knn_moe.tasks.task import GENERATION, LIKELIHOOD, TEXT, Kind, Options, Row, Verdict
 
 _NO_ANSWER: Final = Verdict(None, 0.0)
 
@@ -176,6 +176,13 @@ class Text(_WithoutChoices):
 
     def judge(self, output: str, row: Row) -> Verdict:
         raise NotImplementedError("A text is not generated.")
+
+
+def count_choices(kind: Kind, row: Row) -> int | None:
+    """Return the number of choices of a row, or None for a kind without choices."""
+    if isinstance(kind, Choice) or LIKELIHOOD in kind.scorings:
+        return len(kind.options(row).continuations)
+    return None
 
 
 def kind_of(row: Row) -> Choice | Number | Function | Program | Text | None:

@@ -26,6 +26,7 @@ class Sample:
     answer: str | None = None
     parsed: str | None = None
     output: str | None = None
+    choices: int | None = None  # how many there were, if an answer of one of them was generated
     likelihoods: tuple[float, ...] | None = None  # log-likelihoods of the choices
     plain_score: float | None = None  # by likelihood, not normalised by length
     margin: float | None = None
@@ -33,6 +34,12 @@ class Sample:
     @property
     def near_tie(self) -> bool:
         return self.margin is not None and self.margin < NEAR_TIE
+
+    @property
+    def chance(self) -> float | None:
+        """Return the probability of guessing right; None without choices, or if it is not known."""
+        count = self.choices or len(self.likelihoods or ())
+        return 1 / count if count else None
 
     @property
     def answer_loss(self) -> float | None:
