@@ -135,7 +135,7 @@ def test_two_processes_make_the_same_tables_as_one(quiz: str, prose: str, tmp_pa
         ]
     gains, sizes = plain
     assert [cells[0].text for cells in gains.rows] == ["tiny-olmoe"] * 2 + ["tiny-qwen3"] * 2
-    assert [cells[0].text for cells in sizes.rows] == ["quiz.jsonl"] * 2 + ["prose.jsonl"] * 2
+    assert [cells[0].text for cells in sizes.rows] == ["quiz.jsonl"] * 3 + ["prose.jsonl"] * 2
     assert len(sizes.columns) == 2 + 2
     of_text = next(cells for cells in sizes.rows[2:] if cells[1].text == "0%")
     assert [cell.text for cell in of_text[2:]] == ["+0.000"] * 2

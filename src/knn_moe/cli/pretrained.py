@@ -179,18 +179,16 @@ def _make_runs(study: PretrainedStudy, deadline: float | None) -> None:
 
 def _describe(spec: RunSpec, run: Run) -> str:
     """Return the result of a run in a line."""
-    scores = [sample.nll if _is_text(run) else sample.score for sample in run.samples]
-    known = [score for score in scores if score is not None]
-    mean = sum(known) / len(known)
-    shown = f"{mean:.3f} nats" if _is_text(run) else f"{100 * mean:.1f} %"
+    from knn_moe.evaluation.compare import summarise
+
+    line = summarise(run)
+    shown = f"{line.nll:.3f} nats" if line.scoring == "text" else f"{line.score.mean:.1%}"
+    shown += "" if line.chance is None else f" (chance {line.chance:.1%})"
+    shown += "" if line.unparsed_share is None else f", {line.unparsed_share:.1%} unparsed"
     prepared = run.facts.get("preparation_seconds", 0.0)
     return (
         f"{spec}: {shown}; prepared in {prepared:.1f} s, answered in {run.facts['seconds']:.1f} s"
     )
-
-
-def _is_text(run: Run) -> bool:
-    return bool(run.facts["scoring"] == "text")
 
 
 def _count(study: PretrainedStudy, model: str, as_json: bool) -> None:

@@ -125,6 +125,8 @@ def tables_command(
     for table in made:
         rows = [[cell.text for cell in row] for row in table.rows]
         print_table(table.title, table.columns, rows)
+        for note in table.notes:
+            print_note(note)
 
 
 def _reproduce(tables: tuple[str, ...], output: Path, options: dict[str, Any]) -> list[Table]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Final
+from typing import Any, Final
 
 from knn_moe.evaluation.compare import AVERAGE, TERCILES, Line, compare_runs
 from knn_moe.methods import METHODS
@@ -19,6 +19,7 @@ from knn_moe.reproduce.table import (
     number,
     percent,
     points,
+    unparsed,
     values_of,
 )
 from knn_moe.support.statistics import Comparison
@@ -40,12 +41,15 @@ MAIN: Final = (
 )
 C3PO: Final = (BASE, "c3po", "c3po-kernel", "c3po-mode", "knn-paper", KNN)
 LOAD: Final = (BASE, "sft", "sft-router", "knn-paper", KNN)
-BETTER, WORSE = "†", "‡"
+BETTER, WORSE, DOUBTED = "†", "‡", "°"
 _NATS: Final = ", nats"
 MARKS: Final = (
     f"{BETTER} better and {WORSE} worse than zero-shot, p < 0.05: paired bootstrap over questions "
-    f"or windows, not adjusted for the number of tests."
+    f"or windows, not adjusted for the number of tests. {DOUBTED} not judged, because most outputs "
+    f"of zero-shot have no answer or because both scores are at chance. Outputs without an answer "
+    f"(unparsed) score 0."
 )
+CHANCE: Final = "Chance"  # the row of what guessing scores
 
 Lines = Mapping[tuple[str, str], Line]  # by (task, method)
 
@@ -66,8 +70,10 @@ def compare_methods(
 
 
 def mark(line: Line, *, lower_is_better: bool = False) -> str:
-    """Return the mark of a significant change, or nothing."""
+    """Return the mark of a significant change or of one that is in doubt, or nothing."""
     change = line.nll_change if lower_is_better else line.change
+    if change is not None and change.doubt is not None:
+        return DOUBTED
     if change is None or not change.significant or change.difference == 0:
         return ""
     return BETTER if (change.difference < 0) == lower_is_better else WORSE
@@ -85,6 +91,10 @@ def main(study: Study) -> Table:
     for model in study.plan.models:
         lines = compare_methods(study, model, methods, tasks)
         named = {}
+        if questions:
+            shown = [*questions, *([AVERAGE] if len(questions) > 1 else [])]
+            empty = [no_value()] * (len(heads) - len(shown))
+            rows.append(make_row(model, CHANCE, *chance_cells(lines, shown), *empty))
         for method in methods:
             cells = [_accuracy(lines, task, method) for task in questions]
             cells += [_accuracy(lines, AVERAGE, method)] if len(questions) > 1 else []
@@ -121,7 +131,14 @@ def _accuracy(lines: Lines, task: str, method: str) -> Cell:
 
 def accuracy_cell(line: Line) -> Cell:
     """Return the accuracy in percent, marked if it differs significantly from zero-shot."""
-    return replace(percent(line.score.mean, mark(line)), change=_change_facts(line.change))
+    marks = f"{mark(line)}{unparsed(line.unparsed_share)}"
+    return replace(percent(line.score.mean, marks), change=_change_facts(line.change))
+
+
+def chance_cells(lines: Lines, tasks: Sequence[str]) -> list[Cell]:
+    """Return what guessing scores on each task, where it is known."""
+    found = [lines.get((task, BASE)) for task in tasks]
+    return [percent(None if line is None else line.chance) for line in found]
 
 
 def nats_cell(line: Line) -> Cell:
@@ -132,7 +149,7 @@ def nats_cell(line: Line) -> Cell:
     return replace(cell, change=_change_facts(line.nll_change))
 
 
-def _change_facts(change: Comparison | None) -> Mapping[str, float] | None:
+def _change_facts(change: Comparison | None) -> Mapping[str, Any] | None:
     return None if change is None else asdict(change)
 
 
@@ -165,24 +182,39 @@ def _subtract(value: float | None, other: float | None) -> float | None:
 def perplexity(study: Study) -> Table:
     """Make Table 2: the gain in each third of the base model's perplexity."""
     thirds = TERCILES[::-1]  # high first, as in the paper
+    notes = [
+        f"Percentage points of accuracy, kNN-MoE minus zero-shot. * p < 0.05 within the third. "
+        f"{DOUBTED} not judged, because most outputs of zero-shot have no answer or because both "
+        f"scores are at chance."
+    ]
 
     def cells(model: str, task: str) -> list[Cell]:
-        line = compare_methods(study, model, (BASE, KNN), [task])[task, KNN]
+        lines = compare_methods(study, model, (BASE, KNN), [task])
+        line = lines[task, KNN]
+        if not study.is_text(task):
+            notes.append(
+                _describe_footing(f"{model}, {study.title(task)}", lines[task, BASE], line)
+            )
         found = [(line.by_perplexity or {}).get(third) for third in thirds]
-        return [
-            no_value() if part is None else points(part.difference, "*" if part.significant else "")
-            for part in found
-        ]
+        return [no_value() if part is None else _third_cell(part) for part in found]
 
     table = by_benchmark(study, thirds, cells, "points over zero-shot")
     return replace(
         table,
         name="perplexity",
         title="Gains by perplexity",
-        notes=(
-            "Percentage points of accuracy, kNN-MoE minus zero-shot. * p < 0.05 within the third.",
-        ),
+        notes=tuple(notes),
     )
+
+
+def _third_cell(change: Comparison) -> Cell:
+    return points(change.difference, DOUBTED if change.doubt else "*" * change.significant)
+
+
+def _describe_footing(name: str, base: Line, line: Line) -> str:
+    """Say what the scores behind a difference rest on."""
+    scores = percent(base.chance), accuracy_cell(base), accuracy_cell(line)
+    return "{}: chance {}, zero-shot {}, kNN-MoE {}.".format(name, *(cell.text for cell in scores))
 
 
 def by_benchmark(
@@ -235,6 +267,7 @@ def _by_method(
     for model in study.plan.models:
         lines = compare_methods(study, model, methods, tasks)
         series = []
+        rows.append(make_row(model, CHANCE, *chance_cells(lines, tasks)))
         for method in methods:
             cells = [_accuracy(lines, task, method) for task in tasks]
             rows.append(make_row(model, METHODS[method].title, *cells))

@@ -12,7 +12,7 @@ import torch
 
 from knn_moe.build.build import build_memory
 from knn_moe.config import PRESETS, RoutingConfig
-from knn_moe.evaluation.compare import compare_runs
+from knn_moe.evaluation.compare import compare_runs, summarise
 from knn_moe.evaluation.evaluate import prepare_questions
 from knn_moe.evaluation.store import Run
 from knn_moe.inference.attach import attach
@@ -21,6 +21,7 @@ from knn_moe.methods import METHODS, KnnMoe, Method, PreparedMethod
 from knn_moe.methods.knn_moe import routing_memory
 from knn_moe.reproduce.results import (
     BASE,
+    CHANCE,
     KNN,
     MARKS,
     accuracy_cell,
@@ -28,7 +29,19 @@ from knn_moe.reproduce.results import (
     nats_cell,
 )
 from knn_moe.reproduce.study import Study
-from knn_moe.reproduce.table import Cell, Chart, Series, Table, make_row, number, percent, values_of
+from knn_moe.reproduce.table import (
+    Cell,
+    Chart,
+    Series,
+    Table,
+    make_row,
+    no_value,
+    number,
+    percent,
+    unparsed,
+    values_of,
+)
+from knn_moe.tasks.task import TEXT
 
 NEIGHBOURS: Final = (1, 3, 5, 10)
 STEPS: Final = (1, 3, 10)
@@ -144,10 +157,14 @@ def _sweep(study: Study, names: tuple[str, str, str], runs: Mapping[str, RunOf])
     rows, charts = [], []
     for task in plan.swept:
         found: dict[str, list[Cell]] = {label: [] for label in runs}
+        chances = []
         for model, preset in pairs:
             base = study.run(model, task, BASE)
+            chances.append(percent(summarise(base).chance))
             for label, run in runs.items():
-                found[label].append(_compare(study, task, run(model, task, preset), base))
+                found[label].append(_compare(run(model, task, preset), base))
+        if not study.is_text(task):
+            rows.append(make_row(study.title(task), CHANCE, *chances))
         for label, cells in found.items():
             rows.append(make_row(study.title(task), label, *cells))
         series = tuple(
@@ -170,16 +187,12 @@ def _sweep(study: Study, names: tuple[str, str, str], runs: Mapping[str, RunOf])
     )
 
 
-def _compare(study: Study, task: str, run: Run, base: Run) -> Cell:
-    text = study.is_text(task)
-    if run.method == base.method:
-        return number(0.0, "+.3f") if text else percent(_score(base))
-    line = compare_runs([base, run], base.method)[1]
-    return nats_cell(line) if text else accuracy_cell(line)
-
-
-def _score(run: Run) -> float:
-    return mean(sample.score for sample in run.samples)
+def _compare(run: Run, base: Run) -> Cell:
+    unchanged = run.method == base.method
+    line = summarise(base) if unchanged else compare_runs([base, run], base.method)[1]
+    if line.scoring != TEXT:
+        return accuracy_cell(line)
+    return number(0.0, "+.3f") if unchanged else nats_cell(line)
 
 
 def top1_share(study: Study) -> Table:
@@ -229,20 +242,22 @@ def seeds(study: Study) -> Table:
     rows = []
     found: dict[str, list[float]] = {title: [] for title in methods.values()}
     for task in plan.seeded:
-        cells = []
+        cells, chance = [], no_value()
         for method, title in methods.items():
-            scores = [
-                100 * _score(_run_with_seed(study, model, task, method, seed)) for seed in used
-            ]
+            lines = [summarise(_run_with_seed(study, model, task, method, seed)) for seed in used]
+            scores = [100 * line.score.mean for line in lines]
             found[title].append(mean(scores))
-            cells.append(Cell(f"{mean(scores):.2f}±{stdev(scores):.2f}", mean(scores)))
-        rows.append(make_row(model, study.title(task), *cells))
+            without = unparsed(mean(line.unparsed_share or 0 for line in lines))
+            text = f"{mean(scores):.2f}±{stdev(scores):.2f}{without}"
+            cells.append(Cell(text, mean(scores)))
+            chance = percent(lines[0].chance)
+        rows.append(make_row(model, study.title(task), chance, *cells))
     heads = tuple(study.title(task) for task in plan.seeded)
     series = tuple(Series(title, tuple(scores)) for title, scores in found.items())
     return Table(
         name="seeds",
         title="Random seeds",
-        columns=("model", "benchmark", *methods.values()),
+        columns=("model", "benchmark", CHANCE, *methods.values()),
         rows=tuple(rows),
         notes=(
             f"Accuracy in %, mean ± standard deviation over seeds {', '.join(map(str, used))}, "

@@ -22,7 +22,7 @@ class Cell:
 
     text: str
     value: float | None = None
-    change: Mapping[str, float] | None = None  # against zero-shot: difference, low, high, p
+    change: Mapping[str, Any] | None = None  # against zero-shot: as Comparison has it
 
 
 @dataclass(frozen=True)
@@ -124,6 +124,11 @@ def number(value: float | None, form: str, mark: str = "") -> Cell:
 def percent(share: float | None, mark: str = "") -> Cell:
     """Return a share in percent, as the paper prints accuracies."""
     return no_value() if share is None else number(100 * share, ".2f", mark)
+
+
+def unparsed(share: float | None) -> str:
+    """Return how many outputs had no answer, for the end of a cell; nothing if all had one."""
+    return f" ({share:.0%} unparsed)" if share else ""
 
 
 def points(difference: float | None, mark: str = "") -> Cell:

@@ -21,6 +21,7 @@ _MARKERS: Final = ("o", "s", "^", "D", "v", "P")
 _LATEX: Final = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_",
     "{": r"\{", "}": r"\}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
+    "°": r"$^{\circ}$",
     "†": r"$^{\dagger}$", "‡": r"$^{\ddagger}$", "±": r"$\pm$", "Σ": r"$\Sigma$", "₁": r"$_1$",
     "<": "$<$", ">": "$>$",
 }  # fmt: skip

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Final, TypeAlias
 
-from knn_moe.evaluation.compare import match_samples
+from knn_moe.evaluation.compare import compare_scores, match_samples, summarise
 from knn_moe.evaluation.store import Run
 from knn_moe.reproduce.pretrained.plan import BASE, RIVAL, RunSpec
 from knn_moe.reproduce.pretrained.study import PretrainedStudy
@@ -34,7 +34,7 @@ class Change:
 
     @property
     def significant(self) -> bool:
-        return self.adjusted_p < _ALPHA and self.difference != 0
+        return self.adjusted_p < _ALPHA and self.difference != 0 and self.comparison.doubt is None
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,18 @@ class Result:
     score: Accuracy
     seconds: float | None  # of preparation
     chance: float | None  # share of right answers by chance
+    unparsed_share: float | None  # of the outputs; None: nothing was generated
     changes: Mapping[str, Change] = field(default_factory=dict)
 
     def is_better(self, than: str = BASE) -> bool:
         """Return whether it is significantly better than another method."""
         change = self.changes.get(than)
         return change is not None and change.significant and self._gain(change) > 0
+
+    def is_doubted(self) -> bool:
+        """Return whether its change against zero-shot must not be read as better or worse."""
+        change = self.changes.get(BASE)
+        return change is not None and change.comparison.doubt is not None
 
     def is_worse(self, than: str = BASE) -> bool:
         """Return whether it is significantly worse than another method."""
@@ -96,7 +102,7 @@ class Comparer:
         run = self._run(spec)
         if run is None:
             return None
-        base = RunSpec(spec.model, spec.task, BASE)
+        base, line = RunSpec(spec.model, spec.task, BASE), summarise(run)
         changes = {
             other.method: Change(_difference(run, theirs))
             for other in (base, self._rival(spec))
@@ -108,7 +114,8 @@ class Comparer:
             run.facts["scoring"] == TEXT,
             accuracy(_scores(run)),
             run.facts.get("preparation_seconds"),
-            _chance(run),
+            line.chance,
+            line.unparsed_share,
             changes,
         )
 
@@ -126,15 +133,12 @@ def _scores(run: Run) -> list[float]:
 
 
 def _difference(run: Run, other: Run) -> Comparison:
+    if run.facts["scoring"] != TEXT:
+        return compare_scores(run, other)
     pairs = match_samples(run, other)
     ours = replace(run, samples=[one for one, _ in pairs])
     theirs = replace(other, samples=[one for _, one in pairs])
     return paired_bootstrap(_scores(ours), _scores(theirs))
-
-
-def _chance(run: Run) -> float | None:
-    counts = [len(sample.likelihoods) for sample in run.samples if sample.likelihoods]
-    return sum(1 / count for count in counts) / len(counts) if counts else None
 
 
 def _adjust(found: Mapping[RunSpec, Result], family: Family) -> Results:

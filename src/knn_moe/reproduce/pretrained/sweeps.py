@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import mean
+from typing import TypeAlias
 
 from knn_moe.methods import METHODS
 from knn_moe.reproduce.pretrained import plan as p
@@ -15,6 +16,7 @@ from knn_moe.reproduce.pretrained.plan import RunSpec
 from knn_moe.reproduce.pretrained.tables import (
     MARKS,
     by_method,
+    chances,
     change_cell,
     finish,
     gain,
@@ -22,6 +24,8 @@ from knn_moe.reproduce.pretrained.tables import (
     specs_of,
 )
 from knn_moe.reproduce.table import Cell, Chart, Series, Table, make_row, no_value, number
+
+Row: TypeAlias = tuple[Cell, ...]
 
 
 def growth_table(comparer: Comparer) -> Table:
@@ -41,7 +45,8 @@ def growth_table(comparer: Comparer) -> Table:
                     continue
                 title = METHODS[method].title
                 cells = [change_cell(result) for result in by_size]
-                rows.append(make_row(model, _title(comparer, task), title, _plain(base), *cells))
+                cells = [*chances([base]), _plain(base), *cells]
+                rows.append(make_row(model, _title(comparer, task), title, *cells))
                 series.append(Series(title, tuple(map(gain, by_size))))
             if series:
                 places = tuple(f"{size:,}" for size in sizes)
@@ -51,7 +56,14 @@ def growth_table(comparer: Comparer) -> Table:
     table = Table(
         name="pretrained-growth",
         title="More reference rows",
-        columns=("model", "task", "method", "zero-shot", *(f"{size:,}" for size in sizes)),
+        columns=(
+            "model",
+            "task",
+            "method",
+            "chance",
+            "zero-shot",
+            *(f"{size:,}" for size in sizes),
+        ),
         rows=tuple(rows),
         notes=("Change against zero-shot, in points or in nats per token, by rows.", MARKS),
         charts=tuple(charts),
@@ -100,10 +112,22 @@ def transfer_table(comparer: Comparer) -> Table:
             "model", "learned from", "method", *(_title(comparer, task) for task in tasks),
             "mean of other questions", "others better / worse",
         ),
-        rows=tuple(rows),
+        rows=_with_chance(comparer, tasks, rows),
         notes=("Change against zero-shot, in points or in nats per token.", MARKS),
     )  # fmt: skip
     return finish(study, table, specs, found)
+
+
+def _with_chance(comparer: Comparer, tasks: Sequence[str], rows: Sequence[Row]) -> tuple[Row, ...]:
+    """Put a row of chance levels before the rows, for each of their models."""
+    added = []
+    for model in dict.fromkeys(row[0].text for row in rows):
+        bases = [RunSpec(model, task, p.BASE) for task in tasks]
+        found = comparer.compare(bases, by_method)
+        cells = chances([found.get(base) for base in bases])
+        rest = len(rows[0]) - len(cells) - 3
+        added.append(make_row(model, "", "Chance", *cells, *[no_value()] * rest))
+    return *added, *rows
 
 
 def _mean_gain(results: Sequence[Result]) -> Cell:
@@ -135,7 +159,7 @@ def together_table(comparer: Comparer) -> Table:
         name="pretrained-together",
         title="One reference set for all benchmarks",
         columns=("model", "method", "reference", *titles, "mean", "kept"),
-        rows=tuple(rows),
+        rows=_with_chance(comparer, tasks, rows),
         notes=(
             "Change against zero-shot in points. Kept: the sum of these changes all together, as a "
             "share of that of each alone, over the tasks that have both.",

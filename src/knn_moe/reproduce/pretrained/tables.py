@@ -15,14 +15,15 @@ from knn_moe.reproduce.pretrained import plan as p
 from knn_moe.reproduce.pretrained.compare import Comparer, Result, Results
 from knn_moe.reproduce.pretrained.plan import RunSpec
 from knn_moe.reproduce.pretrained.study import PretrainedStudy
-from knn_moe.reproduce.table import Cell, Chart, Series, Table, make_row, no_value, number
+from knn_moe.reproduce.table import Cell, Chart, Series, Table, make_row, no_value, number, unparsed
 
-BETTER, WORSE, BEATS = "†", "‡", "*"
+BETTER, WORSE, BEATS, DOUBTED = "†", "‡", "*", "°"
 _SHOWN: Final = 8  # missing runs that are named
 MARKS: Final = (
     f"{BETTER} better and {WORSE} worse than zero-shot, {BEATS} better than a kNN-LM of the same "
     f"rows: p < 0.05 by a paired bootstrap over questions or windows, adjusted by Holm's method "
-    f"for the number of tasks."
+    f"for the number of tasks. {DOUBTED} not judged, because most outputs of zero-shot have no "
+    f"answer or because both scores are at chance. Outputs without an answer (unparsed) score 0."
 )
 MakeTable: TypeAlias = Callable[[Comparer], Table]
 
@@ -65,8 +66,13 @@ def by_method(spec: RunSpec) -> tuple[str, str]:
 
 
 def marks(result: Result) -> str:
-    marks = BETTER if result.is_better() else WORSE if result.is_worse() else ""
-    return marks + (BEATS if result.is_better(p.RIVAL) else "")
+    """Return how it compares with zero-shot and with a kNN-LM, and how much is unparsed."""
+    if result.is_doubted():
+        marks = DOUBTED
+    else:
+        marks = BETTER if result.is_better() else WORSE if result.is_worse() else ""
+    marks += BEATS if result.is_better(p.RIVAL) else ""
+    return marks + unparsed(result.unparsed_share)
 
 
 def score_cell(result: Result | None) -> Cell:
@@ -108,9 +114,8 @@ def _by_task(comparer: Comparer, part: str, names: tuple[str, str], note: str) -
                 line[tasks.index(spec.task)] = found.get(spec)
         if not any(result for line in lines.values() for result in line):
             continue
-        if part == p.ACCURACY:
-            chances = (None if one is None else one.chance for one in lines[p.BASE])
-            rows.append(make_row(model, "Chance", *map(percent, chances), *[no_value()] * 2))
+        if part != p.TEXT_LOSS:
+            rows.append(make_row(model, "Chance", *chances(lines[p.BASE]), *[no_value()] * 2))
         rows += [_method_row(model, method, line, part) for method, line in lines.items()]
         charts.append(_chart(model, titles, lines, part))
     table = Table(
@@ -151,6 +156,11 @@ def _chart(
     ]
     axis = "nats against zero-shot" if part == p.TEXT_LOSS else "points over zero-shot"
     return Chart("bars", titles, tuple(series), axis, model)
+
+
+def chances(results: Sequence[Result | None]) -> list[Cell]:
+    """Return what guessing scores, for each result that has choices."""
+    return [no_value() if one is None else percent(one.chance) for one in results]
 
 
 def percent(share: float | None) -> Cell:
@@ -194,11 +204,16 @@ def details_table(part: str) -> MakeTable:
             name=f"pretrained-{part}-details",
             title=f"Every run of the part {part}",
             columns=(
-                "model", "task", "method", "score", "95 %", "against zero-shot", "95 %", "p (Holm)",
-                "against kNN-LM", "95 %", "p (Holm)", "preparation, s",
+                "model", "task", "method", "score", "95 %", "chance", "unparsed",
+                "against zero-shot", "95 %", "p (Holm)", "against kNN-LM", "95 %",
+                "p (Holm)", "preparation, s",
             ),
             rows=tuple(_detail_row(found[spec]) for spec in specs if spec in found),
-            notes=("Shares of right answers; for text, nats per token, of which less is better.",),
+            notes=(
+                "Shares of right answers; for text, nats per token, of which less is better. A "
+                "change without p is not judged: most outputs of the other method have no answer, "
+                "or both scores are at chance.",
+            ),
         )  # fmt: skip
         return finish(study, table, specs, found)
 
@@ -208,6 +223,7 @@ def details_table(part: str) -> MakeTable:
 def _detail_row(result: Result) -> tuple[Cell, ...]:
     score = result.score
     cells = [number(score.mean, ".4f"), Cell(f"{score.low:.4f} to {score.high:.4f}")]
+    cells += [number(share, ".4f") for share in (result.chance, result.unparsed_share)]
     for than in (p.BASE, p.RIVAL):
         change = result.changes.get(than)
         if change is None:
@@ -215,7 +231,7 @@ def _detail_row(result: Result) -> tuple[Cell, ...]:
             continue
         interval = f"{change.comparison.low:+.4f} to {change.comparison.high:+.4f}"
         cells += [number(change.difference, "+.4f"), Cell(interval)]
-        cells.append(number(change.adjusted_p, ".4f"))
+        cells.append(number(None if change.comparison.doubt else change.adjusted_p, ".4f"))
     spec = result.spec
     title = METHODS[spec.method].title
     return make_row(spec.model, result.title, title, *cells, number(result.seconds, ".1f"))
@@ -244,7 +260,11 @@ def summary_table(comparer: Comparer) -> Table:
         title="Tasks on which each method is significantly better or worse than zero-shot",
         columns=("model", "method", *columns, "preparation, s"),
         rows=tuple(rows),
-        notes=("Numbers of tasks, p < 0.05 after Holm. Mean change: points, and nats per token.",),
+        notes=(
+            "Numbers of tasks, p < 0.05 after Holm; those that are not judged count as neither "
+            "better nor worse (most outputs of the other method have no answer, or both scores are "
+            "at chance). Mean change: points, and nats per token.",
+        ),
     )
     return finish(study, table, specs, found)
 
