@@ -91,13 +91,14 @@ class Control:
 
     title: str
     make: MakeControl
+    needs_keys: bool = True  # which a compressed memory does not have
 
 
 CONTROLS: Final = Registry(
     "control",
     {
         "shuffled": Control("values shuffled", shuffle_values),
-        "random": Control("neighbours drawn at random", draw_neighbours),
+        "random": Control("neighbours drawn at random", draw_neighbours, needs_keys=False),
         "own-logits": Control("the router's own logits as values", use_own_logits),
     },
 )

@@ -27,7 +27,7 @@ from knn_moe.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from knn_moe.evaluation.evaluate import EvalConfig
+    from knn_moe.evaluation.evaluate import EvalConfig, QuestionSet
     from knn_moe.evaluation.store import Run
     from knn_moe.methods import TaskContext
     from knn_moe.tasks.data import TaskData
@@ -76,7 +76,9 @@ Chosen: TypeAlias = tuple[str, str | None]  # a method's name, and a control of 
 )
 @click.option("--index", help="Search the memory with exact, faiss-flat, ivfpq or fast.")
 @click.option(
-    "--scoring", help="Score by generation, likelihood or text. Default: as usual for the task."
+    "--scoring",
+    help="Score by generation, likelihood or text. Default: as usual for the task; choices by "
+    "likelihood if the model has no chat template.",
 )
 @data_option
 @click.option("--limit", type=int, help="Ask this many questions, chosen at random. Default: all.")
@@ -116,6 +118,10 @@ def command(
     with the test set, and calibrates it. Where there are too few examples for that, it uses the
     paper's settings, which knn-paper always uses, and says so. On a CPU, --dtype auto means
     float32.
+
+    A model without a chat template is asked to choose by likelihood, not to generate answers,
+    unless --scoring says otherwise. What cannot work, such as C3PO on plain text, is refused before
+    anything runs.
     """
     if list_tasks:
         _show_tasks(as_json)
@@ -127,6 +133,10 @@ def command(
     if options["reference"] and options["memory"]:
         raise click.UsageError(
             "--reference has no effect with --memory, which is built already. Leave one out."
+        )
+    if options["preset"] and options["memory"]:
+        raise click.UsageError(
+            "--preset has no effect with --memory, which is built already. Leave one out."
         )
     chosen = [(name, None) for name in methods or DEFAULT] + [("knn", kind) for kind in controls]
     runs = _evaluate(model, tasks, list(dict.fromkeys(chosen)), output, options)
@@ -141,7 +151,8 @@ def command(
 def _evaluate(
     model: str, tasks: tuple[str, ...], methods: list[Chosen], output: Path, options: Any
 ) -> list[Run]:
-    from knn_moe.evaluation.evaluate import EvalConfig
+    from knn_moe.evaluation.evaluate import EvalConfig, explain_scoring
+    from knn_moe.evaluation.preflight import check_model
     from knn_moe.evaluation.store import RunFolder
 
     fields = ("scoring", "batch_size", "limit", "seed", "load", "max_new_tokens")
@@ -151,17 +162,27 @@ def _evaluate(
         for each, chosen in product(data, methods):
             RunFolder(output / each.task.name / _run_name(*chosen)).refuse_existing()
     network, tokenizer = _load(model, options)
+    asked = check_model(network, tokenizer, data, methods, config)
     runs = []
     for each in data:
+        questions = asked[each.task.name]
+        reason = explain_scoring(each, config, questions.scoring)
+        if reason is not None:
+            print_note(f"{reason} Use --scoring generation to score generated answers.")
         context = _make_context(network, tokenizer, each, config, output, options)
         for chosen in methods:
             folder = output / each.task.name / _run_name(*chosen)
-            runs.append(_evaluate_method(context, chosen, folder, config, options))
+            runs.append(_evaluate_method(context, chosen, folder, config, questions, options))
     return runs
 
 
 def _evaluate_method(
-    context: TaskContext, chosen: Chosen, folder: Path, config: EvalConfig, options: Any
+    context: TaskContext,
+    chosen: Chosen,
+    folder: Path,
+    config: EvalConfig,
+    asked: QuestionSet,
+    options: Any,
 ) -> Run:
     """Prepare and evaluate a method, unless --resume finds that it is finished."""
     from knn_moe.evaluation.evaluate import evaluate, identify_run
@@ -169,7 +190,8 @@ def _evaluate_method(
     from knn_moe.methods import prepare, prepared_on
 
     (name, control), model, data = chosen, context.model, context.data
-    facts = {**identify_run(model, data, config), "prepared_on": prepared_on(name, context)}
+    facts = identify_run(model, data, config, asked.scoring)
+    facts["prepared_on"] = prepared_on(name, context)
     finished = find_finished_run(folder, facts) if options["resume"] else None
     if finished is not None:
         return finished
@@ -188,6 +210,7 @@ def _evaluate_method(
             folder=folder,
             resume=options["resume"],
             overwrite=options["overwrite"],
+            asked=asked,
             on_progress=report,
         )
 
@@ -198,6 +221,7 @@ def _open(
     """Return the rows of the tasks, and refuse what cannot be done before the model is loaded."""
     from knn_moe.adapt.controls import CONTROLS
     from knn_moe.config import BuildConfig
+    from knn_moe.evaluation.preflight import check_memory, check_plan
     from knn_moe.index import IndexConfig
     from knn_moe.memory.memory import RoutingMemory
     from knn_moe.methods import METHODS
@@ -216,15 +240,16 @@ def _open(
         raise click.UsageError(f"Two tasks have the same name: {', '.join(names)}. Rename a file.")
     check_programs(each.task for each in data)
     for each in data:
-        config.scoring_for(each)
         if wants_reference:
             reference_rows(each)
+    check_plan(data, methods, config, options["reference"])
     if options["preset"]:
         BuildConfig(preset=options["preset"])  # refuses one that is not known
     if options["index"]:
         options["index"] = IndexConfig(kind=options["index"])
     if options["memory"] is not None:
         options["memory"] = RoutingMemory.from_pretrained(options["memory"])
+        check_memory(options["memory"], methods, options["index"])
     return data
 
 
@@ -252,7 +277,7 @@ def _make_context(
         model,
         tokenizer,
         data,
-        config.scoring_for(data),
+        config.scoring_for(data, tokenizer),
         limit=options["reference"],
         seed=options["seed"],
         length=config.length,

@@ -127,6 +127,7 @@ def pretrained(output: Path, as_json: bool, **options: Any) -> None:
         _count(study, options["models"][0], as_json)
         return
     if not options["no_runs"]:
+        study.check(options["parts"], options["methods"])
         _make_runs(study, deadline)
     tables = []
     if not options["no_tables"]:

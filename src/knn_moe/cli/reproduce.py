@@ -134,7 +134,8 @@ def _reproduce(tables: tuple[str, ...], output: Path, options: dict[str, Any]) -
     from knn_moe.reproduce.study import Study
     from knn_moe.routers.find import find_routers
 
-    names, plan = choose_tables(tables), _make_plan(options)
+    choose_tables(tables)  # refuses one that is not known
+    plan = _make_plan(options)
     device = pick_device(options["device"])
     if device.type != "cpu" and options["jobs"] > 1:
         raise click.UsageError(f"--jobs works only on a CPU, and this command runs on {device}.")
@@ -144,7 +145,7 @@ def _reproduce(tables: tuple[str, ...], output: Path, options: dict[str, Any]) -
     made = []
     with show_progress("Reproducing") as report:
         study = Study(plan, output, load, report, device, load.dtype, options["jobs"])
-        for table in reproduce(study, names):
+        for table in reproduce(study, tables):
             made.append(table)
             print_note(f"{table.title}: {output / table.name}.md")
     return made

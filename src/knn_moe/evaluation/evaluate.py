@@ -34,7 +34,7 @@ from knn_moe.tasks.task import GENERATION, LIKELIHOOD, SCORINGS
 class EvalConfig:
     """How the questions of a task are asked: the same for every method that is compared."""
 
-    scoring: str | None = None  # generation, likelihood or text. None: the task's default
+    scoring: str | None = None  # generation, likelihood or text. None: see `scoring_for`
     batch_size: int = 16
     batch_tokens: int | None = None  # batches of at most so many tokens, not of batch_size items
     limit: int | None = None  # draw that many questions at random. None: all
@@ -54,8 +54,27 @@ class EvalConfig:
         if self.length < 2:
             raise ConfigError(f"length must be at least 2, got {self.length}.")
 
-    def scoring_for(self, data: TaskData) -> str:
-        """Return the scoring of the task.
+    def scoring_for(self, data: TaskData, tokenizer: Any) -> str:
+        """Return the scoring that was chosen, or else the one that suits task and model.
+
+        A model without a chat template was not trained to answer prompts. Its generated answers
+        would mostly measure whether it finds their form, so choices are scored by likelihood.
+
+        Raises:
+            ConfigError: The task does not support the scoring that was chosen.
+        """
+        usual = self.usual_scoring(data)
+        generated = self.scoring is None and usual == GENERATION
+        if (
+            generated
+            and LIKELIHOOD in data.task.kind.scorings
+            and not q.has_chat_template(tokenizer)
+        ):
+            return LIKELIHOOD
+        return usual
+
+    def usual_scoring(self, data: TaskData) -> str:
+        """Return the scoring that was chosen, or else the task's usual one, whatever the model.
 
         Raises:
             ConfigError: The task does not support the scoring that was chosen.
@@ -86,7 +105,7 @@ def prepare_questions(tokenizer: Any, data: TaskData, config: EvalConfig) -> Que
         ConfigError: The task does not support the scoring.
         TaskDataError: A row has no tokens, or the texts are too short.
     """
-    scoring = config.scoring_for(data)
+    scoring = config.scoring_for(data, tokenizer)
     if scoring == GENERATION:
         questions = q.make_prompts(tokenizer, data, q.draw_rows(data, config.limit, config.seed))
     elif scoring == LIKELIHOOD:
@@ -159,7 +178,7 @@ def evaluate(
     prepared = method if isinstance(method, PreparedMethod) else None
     method = method.method if isinstance(method, PreparedMethod) else method
     asked = _reword(asked or prepare_questions(tokenizer, data, config), method, config)
-    _check_lengths(model, data, asked)
+    check_lengths(model, data, asked)
     run, facts = RunFolder(folder), _describe(model, data, method, config, asked)
     facts["prepared_on"] = None if prepared is None else dict(prepared.prepared_on)
     was_training = model.training
@@ -200,7 +219,12 @@ def evaluate(
     return read_run(folder)
 
 
-def _check_lengths(model: nn.Module, data: TaskData, asked: QuestionSet) -> None:
+def check_lengths(model: nn.Module, data: TaskData, asked: QuestionSet) -> None:
+    """Refuse questions that are longer than the model can read.
+
+    Raises:
+        TaskDataError: There are such questions.
+    """
     most = max_positions(model) or math.inf
     long = [
         question.id
@@ -217,10 +241,11 @@ def _check_lengths(model: nn.Module, data: TaskData, asked: QuestionSet) -> None
 def _describe(
     model: nn.Module, data: TaskData, method: Method, config: EvalConfig, asked: QuestionSet
 ) -> dict[str, Any]:
+    notes = data.task.note, explain_scoring(data, config, asked.scoring)
     return {
-        **identify_run(model, data, config),
+        **identify_run(model, data, config, asked.scoring),
         "title": data.task.title,
-        "note": data.task.note,
+        "note": " ".join(filter(None, notes)),
         "method": method.name,
         "method_facts": dict(method.facts()),
         "questions": len(asked.questions),
@@ -232,11 +257,20 @@ def _describe(
     }
 
 
-def identify_run(model: nn.Module, data: TaskData, config: EvalConfig) -> dict[str, Any]:
+def explain_scoring(data: TaskData, config: EvalConfig, scoring: str) -> str | None:
+    """Say why a task is not scored as it usually is, if that is so."""
+    if scoring == config.usual_scoring(data):
+        return None
+    return f"{data.task.name} is scored by {scoring}, because the model has no chat template."
+
+
+def identify_run(
+    model: nn.Module, data: TaskData, config: EvalConfig, scoring: str
+) -> dict[str, Any]:
     """Return the facts that identify a run before its method is prepared, as JSON takes them."""
     return {
         "task": data.task.name,
-        "scoring": config.scoring_for(data),
+        "scoring": scoring,
         "model": asdict(identify(model, find_routers(model))),
         "settings": asdict(config),  # the key of every run on disk
         "data": data.source,

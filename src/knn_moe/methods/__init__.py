@@ -2,7 +2,14 @@
 
 from knn_moe.methods.knn_moe import KnnMoe
 from knn_moe.methods.method import Method, ZeroShot
-from knn_moe.methods.registry import METHODS, PreparedMethod, prepare, prepared_on
+from knn_moe.methods.registry import (
+    METHODS,
+    PreparedMethod,
+    check_method,
+    check_model,
+    prepare,
+    prepared_on,
+)
 from knn_moe.methods.task_context import TaskContext
 
 __all__ = [
@@ -12,6 +19,8 @@ __all__ = [
     "PreparedMethod",
     "TaskContext",
     "ZeroShot",
+    "check_method",
+    "check_model",
     "prepare",
     "prepared_on",
 ]

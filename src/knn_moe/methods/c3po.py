@@ -257,5 +257,15 @@ def prepare_mode_finding(context: TaskContext) -> ModeFinding:
     return ModeFinding(_shared_reference(context))
 
 
+def check_model(model: nn.Module) -> None:
+    """Refuse a model whose last layers cannot be run by themselves.
+
+    Raises:
+        UnsupportedModelError: They cannot.
+    """
+    with torch.inference_mode(False), freeze(model):
+        find_last_layers(model, C3poConfig().critical_layers)
+
+
 def _shared_reference(context: TaskContext) -> SolvedReference:
     return context.cached("c3po-reference", lambda: solve_reference(context, C3poConfig()))

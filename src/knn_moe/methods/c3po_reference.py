@@ -23,7 +23,7 @@ from knn_moe.support.progress import Progress
 from knn_moe.tasks import questions as q
 from knn_moe.tasks.answers import make_answer
 from knn_moe.tasks.questions import Question
-from knn_moe.tasks.task import GENERATION, LIKELIHOOD, TEXT, Kind
+from knn_moe.tasks.task import GENERATION, LIKELIHOOD, Kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,13 +97,8 @@ def solve_reference(context: TaskContext, config: C3poConfig) -> SolvedReference
     """Let the model answer the reference set; keep what it answers correctly and its routing.
 
     Raises:
-        ConfigError: The task is plain text.
+        ConfigError: There is no embedding model.
     """
-    if context.scoring == TEXT:
-        raise ConfigError(
-            f"C3PO changes the routing of a prompt's last token, and {context.data.task.name} is "
-            f"plain text without prompts. Leave out C3PO for this task."
-        )
     embed = find_embedder(context, config.embedding)
     with torch.inference_mode(False), freeze(context.model):
         questions = _make_questions(context)

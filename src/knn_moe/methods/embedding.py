@@ -92,7 +92,7 @@ def _package_folder() -> Path | None:
 @cache
 def _load(name: str) -> Embedder:
     model_class = _sentence_transformer()
-    place = _find_model(name)
+    place = find_model(name)
     try:
         with _quiet():
             model = model_class(
@@ -103,8 +103,17 @@ def _load(name: str) -> Embedder:
     return Embedder(name, model.eval())
 
 
-def _find_model(name: str) -> Path:
-    """Return the model's folder, or the hub id if it has yet to be downloaded."""
+def find_model(name: str | None = None) -> Path:
+    """Return the model's folder, or the hub id if it has yet to be downloaded.
+
+    Args:
+        name: As for `load_embedder`.
+
+    Raises:
+        ConfigError: There is no such model.
+        MissingDependencyError: The packaged model is not installed.
+    """
+    name = name or _default_name()
     if name == PACKAGED:
         folder = _package_folder()
         if folder is None:

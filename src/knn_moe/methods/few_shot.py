@@ -21,7 +21,7 @@ from knn_moe.routers.model_state import max_positions
 from knn_moe.tasks import prompts
 from knn_moe.tasks.kinds import Choice
 from knn_moe.tasks.questions import Question, encode_choices, encode_prompt
-from knn_moe.tasks.task import GENERATION, LIKELIHOOD, TEXT, Kind, Row
+from knn_moe.tasks.task import GENERATION, LIKELIHOOD, Kind, Row
 
 SHOTS: Final = 5
 
@@ -140,14 +140,8 @@ def prepare_few_shot(context: TaskContext) -> FewShot:
     """Embed the reference questions.
 
     Raises:
-        ConfigError: The task is plain text, or there is no embedding model.
+        ConfigError: There is no embedding model.
     """
-    task = context.data.task
-    if context.scoring == TEXT:
-        raise ConfigError(
-            f"5-shot needs questions, and {task.name} is plain text. Leave out 5-shot for this "
-            f"task."
-        )
     embed = find_embedder(context)
-    vectors = embed([task.kind.question(row) for row in context.rows])
+    vectors = embed([context.data.task.kind.question(row) for row in context.rows])
     return FewShot(context, embed, vectors)

@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor, nn
 
-from knn_moe.methods.embedding import VARIABLE, load_embedder
+from knn_moe.methods import embedding
 from knn_moe.methods.task_context import TaskContext
 from knn_moe.routers.model_state import input_device, unwrap
 
@@ -36,9 +36,25 @@ def find_embedder(context: TaskContext, name: str | None = None) -> Embed:
         context: The model that embeds texts itself if the name is "own".
         name: As for `load_embedder`, or "own".
     """
-    if (name or os.environ.get(VARIABLE)) == OWN:
+    if name == OWN or (name is None and uses_own_embeddings()):
         return OwnEmbeddings(context.model, context.tokenizer)
-    return load_embedder(name)
+    return embedding.load_embedder(name)
+
+
+def uses_own_embeddings() -> bool:
+    """Return whether the environment says that the model embeds texts itself."""
+    return os.environ.get(embedding.VARIABLE) == OWN
+
+
+def check_embedder() -> None:
+    """Refuse to embed texts, before any model is loaded, if nothing is there that could.
+
+    Raises:
+        ConfigError: There is no embedding model on this machine, or no such one.
+        MissingDependencyError: The packaged model is not installed.
+    """
+    if not uses_own_embeddings():
+        embedding.find_model()
 
 
 class OwnEmbeddings:

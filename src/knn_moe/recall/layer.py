@@ -206,7 +206,7 @@ def open_layer(
     """
     if isinstance(layer, CompressedLayer):
         check_layer_contents(layer, _WHERE)
-        index = load_index(layer.part("index"), _index_of(layer, config), device)
+        index = load_index(layer.part("index"), index_of(layer, config), device)
         kept = {name: tensor.to(device) for name, tensor in layer.part("values").items()}
         return index, kept["values"] if "values" in kept else PackedValues(**kept)
     index_config = config.index or IndexConfig()
@@ -250,8 +250,12 @@ def layer_gamma(
     return estimate_gammas(keys, memory.provenance, device)[index]
 
 
-def _index_of(layer: CompressedLayer, config: RoutingConfig) -> IndexConfig:
-    """Return the compressed layer's own index, with the probes that `config` wants."""
+def index_of(layer: CompressedLayer, config: RoutingConfig) -> IndexConfig:
+    """Return the compressed layer's own index, with the probes that `config` wants.
+
+    Raises:
+        ConfigError: The layer was compressed for another index or similarity.
+    """
     wanted, own = config.index, layer.index
     prepared = SIMILARITIES[layer.similarity].prepare
     if SIMILARITIES[config.similarity].prepare is not prepared:

@@ -15,7 +15,7 @@ from typing import Final
 
 import torch
 
-from knn_moe.errors import KnnMoeError
+from knn_moe.errors import ConfigError, KnnMoeError
 from knn_moe.reproduce import costs, results, sweeps
 from knn_moe.reproduce.paper import PAPER
 from knn_moe.reproduce.study import Study
@@ -36,6 +36,7 @@ class TableSpec:
     title: str
     number: str
     make: Callable[[Study], Table]
+    questions: bool = False  # whether it needs a task that is not plain text
 
 
 TABLES: Final = Registry(
@@ -50,7 +51,7 @@ TABLES: Final = Registry(
         "construction-time": TableSpec("Construction time", "Table 7", costs.construction_time),
         "inference-speed": TableSpec("Inference speed", "Table 8", costs.inference_speed),
         "memory-use": TableSpec("VRAM", "Table 9", costs.memory_use),
-        "c3po": TableSpec("Comparison with C3PO", "Table 10", results.c3po),
+        "c3po": TableSpec("Comparison with C3PO", "Table 10", results.c3po, questions=True),
         "load-balancing": TableSpec("Load balancing", "Table 11", results.load_balancing),
         "similarity": TableSpec("Similarity functions", "Table 12", sweeps.similarity),
         "top1-share": TableSpec("Share of the nearest", "Table 13", sweeps.top1_share),
@@ -78,11 +79,24 @@ def reproduce(study: Study, names: Sequence[str]) -> Iterator[Table]:
     All runs of one model come before those of the next, so that each model is loaded once. A table
     that fails does not keep the others from being made: the first failure is raised at the end.
 
+    Args:
+        study: The plan, and where its runs are.
+        names: Of tables; "all" means all that the study's tasks allow.
+
     Raises:
         KnnMoeError: A name, a task or the folder does not fit the study, or a table failed.
     """
-    names = choose_tables(names)
+    chosen = choose_tables(names)
     study.check()
+    if all(map(study.is_text, study.plan.tasks)):
+        impossible = [name for name in chosen if TABLES[name].questions]
+        if impossible and ALL not in names:
+            raise ConfigError(
+                f"The table {impossible[0]!r} needs a task with questions, and every task of this "
+                f"study is plain text. Add such a task, or leave out the table."
+            )
+        chosen = [name for name in chosen if name not in impossible]
+    names = chosen
     missing = [name for name in names if read_table(study.folder, name) is None]
     if missing:
         check_programs(study.data(task).task for task in study.plan.tasks)

@@ -57,9 +57,14 @@ def make_prompts(tokenizer: Any, data: TaskData, rows: Sequence[tuple[str, Row]]
     return questions
 
 
+def has_chat_template(tokenizer: Any) -> bool:
+    """Return whether prompts become chat messages, which the model was trained to answer."""
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
 def encode_prompt(tokenizer: Any, text: str) -> list[int]:
     """Return the tokens of a prompt, through the chat template if the tokenizer has one."""
-    if getattr(tokenizer, "chat_template", None):
+    if has_chat_template(tokenizer):
         message = [{"role": "user", "content": text}]
         text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -8,6 +8,7 @@ from typing import Any
 from knn_moe.errors import TaskDataError
 from knn_moe.reference.examples import Example
 from knn_moe.tasks.data import TaskData, draw
+from knn_moe.tasks.questions import has_chat_template
 from knn_moe.tasks.task import GENERATION, LIKELIHOOD, Row
 
 
@@ -39,7 +40,7 @@ def reference_examples(
         scoring: "generation", "likelihood" or "text": the form of the prompts.
         rows: The rows to convert. None: all reference rows.
     """
-    chat = bool(getattr(tokenizer, "chat_template", None))
+    chat = has_chat_template(tokenizer)
     rows = reference_rows(data) if rows is None else rows
     return [_make_example(data, row, scoring, chat) for row in rows]
 

@@ -17,7 +17,7 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-from knn_moe.errors import KnnMoeError
+from knn_moe.errors import ConfigError, KnnMoeError
 from knn_moe.evaluation.evaluate import EvalConfig, QuestionSet, evaluate, prepare_questions
 from knn_moe.evaluation.store import Run, find_finished_run
 from knn_moe.methods import METHODS, PreparedMethod, TaskContext, prepare
@@ -75,6 +75,22 @@ class PretrainedStudy:
             found = open_task(task, self.plan.data)
             self._data[task] = add_extra_reference(found, self.plan.data)
         return self._data[task]
+
+    def check(self, parts: Sequence[str], methods: Sequence[str]) -> None:
+        """Refuse what was asked for by name and has nothing to run, before a model is loaded.
+
+        Raises:
+            ConfigError: A part has no task, or a method cannot answer any.
+        """
+        specs = {part: self.specs(part, self.plan.models[0]) for part in self.plan.parts}
+        used = {spec.method for found in specs.values() for spec in found}
+        empty = [f"The part {part!r}" for part in parts if not specs[part]]
+        empty += [name for name in methods if METHODS[name].installed and name not in used]
+        if empty:
+            raise ConfigError(
+                f"{empty[0]} has nothing to run on {', '.join(self.plan.tasks)}. Add a task that "
+                f"it can be measured on, or leave it out."
+            )
 
     def scoring(self, task: str) -> str:
         ways = self.data(task).task.kind.scorings
