@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -29,6 +30,10 @@ from knn_moe.tasks.reference_set import reference_examples, reference_rows
 from knn_moe.tasks.task import Options
 
 LIKELY = EvalConfig(scoring="likelihood", batch_size=3)
+CHAT = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 Evaluate: TypeAlias = Callable[..., Run]
 
 
@@ -356,15 +361,47 @@ def test_a_config_out_of_range_is_refused(wrong: dict[str, Any], error: str) -> 
         EvalConfig(**wrong)
 
 
-def test_a_scoring_that_the_task_does_not_support_is_refused(quiz: TaskData) -> None:
+def test_a_scoring_that_the_task_does_not_support_is_refused(
+    quiz: TaskData, tiny_tokenizer: Any
+) -> None:
     with pytest.raises(ConfigError, match="quiz is scored by generation or likelihood, not by te"):
-        EvalConfig(scoring="text").scoring_for(quiz)
+        EvalConfig(scoring="text").scoring_for(quiz, tiny_tokenizer)
+
+
+def test_without_a_chat_template_choices_are_scored_by_likelihood(
+    quiz: TaskData, tiny_tokenizer: Any, evaluate_in: Evaluate
+) -> None:
+    chatty = copy.deepcopy(tiny_tokenizer)
+    chatty.chat_template = CHAT
+    sums = replace(quiz, task=replace(quiz.task, kind=Number()))
+    for scoring, tokenizer, data, expected in (
+        (None, chatty, quiz, "generation"),
+        (None, tiny_tokenizer, quiz, "likelihood"),
+        ("generation", tiny_tokenizer, quiz, "generation"),
+        ("likelihood", chatty, quiz, "likelihood"),
+        (None, tiny_tokenizer, sums, "generation"),  # there is nothing to choose from
+    ):
+        assert EvalConfig(scoring=scoring).scoring_for(data, tokenizer) == expected
+    run = evaluate_in("run", config=EvalConfig(limit=2))
+    assert run.facts["scoring"] == "likelihood"
+    assert run.facts["note"].endswith("by likelihood, because the model has no chat template.")
+    assert "chat template" not in evaluate_in("told", config=LIKELY).facts["note"]
+
+
+def test_a_generated_answer_knows_its_number_of_choices(
+    evaluate_in: Evaluate, quiz: TaskData
+) -> None:
+    config = EvalConfig(scoring="generation", limit=3, max_new_tokens=2)
+    for sample in evaluate_in("run", config=config).samples:
+        row = next(row for row in quiz.test if row["id"] == sample.id)
+        assert sample.choices == len(row["choices"])
+        assert sample.chance == 1 / len(row["choices"])
 
 
 def test_nothing_of_a_secret_task_is_written(evaluate_in: Evaluate, tmp_path: Path) -> None:
     task = Task(name="hush", title="Hush", kind=Choice(), files="hush", secret=True)
     data = TaskData(task, make_questions(2), [], "made up")
-    run = evaluate_in("hush", config=EvalConfig(max_new_tokens=4), data=data)
+    run = evaluate_in("hush", config=EvalConfig(scoring="generation", max_new_tokens=4), data=data)
     evaluate_in("likely", data=data)
     written = "".join(path.read_text(encoding="utf8") for path in tmp_path.rglob("*.json*"))
     page = render_runs([run], "zero-shot", resamples=10)
@@ -377,10 +414,7 @@ def test_nothing_of_a_secret_task_is_written(evaluate_in: Evaluate, tmp_path: Pa
 
 def test_a_chat_template_is_used_for_generation_only(tiny_tokenizer: Any, quiz: TaskData) -> None:
     chatty = copy.deepcopy(tiny_tokenizer)
-    chatty.chat_template = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>{% endif %}"
-    )
+    chatty.chat_template = CHAT
     generated, likely = (
         chatty.decode(prepare_questions(chatty, quiz, config).questions[0].ids)
         for config in (EvalConfig(scoring="generation"), LIKELY)

@@ -22,7 +22,7 @@ from knn_moe.methods import METHODS, Method, TaskContext, ZeroShot
 from knn_moe.methods.c3po import C3po, C3poConfig, KernelRegression, ModeFinding
 from knn_moe.methods.c3po_reference import SolvedReference, solve_reference
 from knn_moe.methods.pathways import LastLayers, find_last_layers
-from knn_moe.tasks import Number, Task, TaskData, Text
+from knn_moe.tasks import Number, Task, TaskData
 from knn_moe.tasks.questions import Question
 from knn_moe.tasks.sample import Sample
 from knn_moe.tasks.task import Verdict
@@ -347,13 +347,7 @@ def test_three_variants_by_name_share_one_reference(c3po_context: TaskContext) -
     torch.testing.assert_close(norms, torch.ones_like(norms), atol=1e-4, rtol=0)
 
 
-def test_texts_and_wrong_values_are_refused(
-    c3po_context: TaskContext, reference: SolvedReference
-) -> None:
-    task = Task(name="words", title="Words", kind=Text(), files="words")
-    data = TaskData(task, [{"text": "a"}], [{"text": "b"}], "made up")
-    with pytest.raises(ConfigError, match="words is plain text without prompts"):
-        solve_reference(replace(c3po_context, data=data, scoring="text"), CONFIG)
+def test_wrong_values_are_refused(reference: SolvedReference) -> None:
     with pytest.raises(ConfigError, match=r"prepared with critical_layers=5, but C3PO has .*=2"):
         C3po(reference, replace(CONFIG, critical_layers=2))
     wrong = {"neighbours": 0, "steps": -1, "bandwidth": 0.0, "alphas": (1.5,), "gradient": "all"}

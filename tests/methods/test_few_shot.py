@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 
 from helpers.unchanged import left_as_it_was
-from knn_moe.errors import ConfigError
 from knn_moe.evaluation.compare import match_samples
 from knn_moe.evaluation.evaluate import EvalConfig, evaluate, prepare_questions
 from knn_moe.methods import TaskContext, ZeroShot, prepare
 from knn_moe.methods.embedding import VARIABLE, load_embedder
-from knn_moe.methods.few_shot import FewShot, prepare_few_shot
-from knn_moe.tasks import Choice, Number, Task, TaskData, Text
+from knn_moe.methods.few_shot import FewShot
+from knn_moe.tasks import Choice, Number, Task, TaskData
 from knn_moe.tasks.kinds import Program
 from knn_moe.tasks.questions import Question
 from knn_moe.tasks.task import Kind, Row
@@ -207,13 +206,6 @@ def test_through_the_chat_template(tiny_olmoe: Any, tiny_tokenizer: Any) -> None
     assert text.startswith("<user>Here are some example expert")
     assert text.endswith("</user><assistant>")
     assert text.count("The correct answer is (") == 5
-
-
-def test_texts_are_refused(tiny_olmoe: Any, tiny_tokenizer: Any) -> None:
-    texts = [{"text": "Rain fell."}]
-    data = quiz(Text(), texts, texts)
-    with pytest.raises(ConfigError, match="5-shot needs questions, and quiz is plain text"):
-        prepare_few_shot(TaskContext(tiny_olmoe, tiny_tokenizer, data, "text"))
 
 
 def test_the_model_itself_can_embed_the_questions(

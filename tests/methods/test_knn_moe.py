@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from helpers.calibrating import QUICK, sayings
 from helpers.text_task import TEXT_TASK, make_text_context, text_data
-from knn_moe.errors import CalibrationError, KnnMoeError
+from knn_moe.errors import KnnMoeError, ReferenceSetError
 from knn_moe.methods import KnnMoe, TaskContext, prepare
 from knn_moe.methods import knn_moe as knn_moe_method
 from knn_moe.methods.knn_moe import routing_memory
@@ -65,7 +65,7 @@ def test_with_too_few_examples_the_papers_preset_is_used_and_a_note_says_so(
     assert again.method.name == "knn"
     (note,) = context.notes
     assert note.startswith("kNN-MoE uses the preset 'paper' on numbers: Calibration needs 24")
-    with pytest.raises(CalibrationError, match="there are 3"):
+    with pytest.raises(ReferenceSetError, match=r"at least 24 reference rows, .* have 3 of num"):
         prepare("knn-calibrated", context)
 
 

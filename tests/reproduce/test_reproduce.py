@@ -141,9 +141,11 @@ def test_two_processes_make_the_same_tables_as_one(quiz: str, prose: str, tmp_pa
     assert [cell.text for cell in of_text[2:]] == ["+0.000"] * 2
 
 
-def test_c3po_has_no_column_for_text(prose: str, tmp_path: Path) -> None:
-    (table,) = reproduce(make_study(prose, tmp_path, limit=2), ["c3po"])
-    assert table.columns == ("model", "method")
+def test_c3po_has_no_table_of_text_alone(prose: str, tmp_path: Path) -> None:
+    study = make_study(prose, tmp_path / "study", limit=2)
+    with pytest.raises(ConfigError, match="'c3po' needs a task with questions, and every task"):
+        list(reproduce(study, ["c3po"]))
+    assert not study.folder.exists()
 
 
 def test_a_study_that_is_refused_leaves_no_folder(quiz: str, tmp_path: Path) -> None:
