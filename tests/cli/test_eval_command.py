@@ -59,8 +59,29 @@ def test_every_answer_is_saved(runs: Path) -> None:
 def test_resuming_uses_finished_runs(runs: Path, quiz_file: Path) -> None:
     again = run_cli(*evaluation(quiz_file, runs, "--resume", "--json"))
     assert again.exit_code == 0, again.output
-    assert [run["method"] for run in json.loads(again.stdout)] == ["zero-shot", "knn"]
+    found = json.loads(again.stdout)
+    assert [run["method"] for run in found] == ["zero-shot", "knn"]
+    assert {0 < run["chance"] <= 0.5 for run in found} == {True}
+    assert {(run["unparsed"], run["unparsed_share"]) for run in found} == {(None, None)}
     assert_refused(run_cli(*evaluation(quiz_file, runs)), str(runs))
+
+
+def test_a_model_without_a_chat_template_is_scored_by_likelihood(
+    quiz_file: Path, tmp_path: Path
+) -> None:
+    short = ("-m", "zero-shot", "--limit", 2, "--device", "cpu", "--max-new-tokens", 2)
+    usual = run_cli("eval", "tiny-olmoe", "-t", quiz_file, *short, "-o", tmp_path / "usual")
+    said = " ".join(usual.stderr.split())
+    assert "quiz is scored by likelihood, because the model has no chat template." in said
+    assert "--scoring generation" in said
+    assert "NLL of right answer" in " ".join(usual.stdout.split())
+    told = ("--scoring", "generation", "--json", "-o", tmp_path / "told")
+    result = run_cli("eval", "tiny-olmoe", "-t", quiz_file, *short, *told)
+    assert "chat template" not in result.stderr
+    (run,) = json.loads(result.stdout)
+    assert run["scoring"] == "generation"
+    assert run["unparsed_share"] == 1.0
+    assert run["chance"] > 0
 
 
 @pytest.mark.slow
@@ -144,6 +165,9 @@ def test_the_list_of_tasks_and_methods() -> None:
         ("tiny-olmoe -t arc_easy -o OUT --data OUT", "arc_easy_test"),
         ("tiny-olmoe -t QUIZ -o OUT --memory OUT", "OUT"),
         ("tiny-olmoe -t QUIZ -o OUT --memory OUT --reference 3", "--reference has no effect"),
+        ("tiny-olmoe -t QUIZ -o OUT --memory OUT --preset paper", "--preset has no effect"),
+        ("./nosuch -t QUIZ -o OUT -m knn-calibrated", "knn-calibrated needs at least 24 reference"),
+        ("./nosuch -t QUIZ -o OUT -m sft --reference 1", "sft needs at least 2 reference rows"),
         ("tiny-olmoe -t QUIZ -o OUT --index fats", "Unknown index 'fats'"),
         ("tiny-olmoe -t QUIZ -t QUIZ -o OUT", "Two tasks have the same name: quiz"),
         ("tiny-olmoe -t BARE -o OUT", "bare has no reference set"),

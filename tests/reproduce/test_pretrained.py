@@ -17,11 +17,13 @@ from knn_moe.cli.pretrained import _PARTS
 from knn_moe.errors import ConfigError
 from knn_moe.evaluation.store import read_run
 from knn_moe.reproduce.pretrained import study as study_module
-from knn_moe.reproduce.pretrained.compare import Comparer
+from knn_moe.reproduce.pretrained.compare import Change, Comparer, Result
 from knn_moe.reproduce.pretrained.make import TABLES, count_tokens, make_tables
 from knn_moe.reproduce.pretrained.plan import ALL, PARTS, PretrainedPlan, RunSpec
 from knn_moe.reproduce.pretrained.study import PretrainedStudy
+from knn_moe.reproduce.pretrained.tables import score_cell
 from knn_moe.reproduce.table import Table
+from knn_moe.support.statistics import Accuracy, Comparison
 
 MODEL = "tiny-olmoe"
 METHODS = ("zero-shot", "knn-lm", "knn-paper", "sft-router")
@@ -70,6 +72,31 @@ def test_plans_are_checked() -> None:
     with pytest.raises(ConfigError, match="must be at least 1"):
         PretrainedPlan(models=("m",), sizes=(0,))
     assert RunSpec("m", "a", "knn", ALL, 5).name == "knn-of-all-5"
+
+
+def test_what_has_nothing_to_run_is_refused(quiz: str, prose: str, tmp_path: Path) -> None:
+    for tasks, chosen, message in (
+        ((prose,), ("--part", "accuracy"), "The part 'accuracy' has nothing to run on"),
+        ((quiz,), ("--part", "text"), "The part 'text' has nothing to run on"),
+        ((prose,), ("--part", "text", "-m", "c3po"), "c3po has nothing to run on"),
+    ):
+        named = [part for task in tasks for part in ("-t", task)]
+        study = ("--model", MODEL, "-o", tmp_path / "out", "--limit", 2)
+        result = run_cli("reproduce", "pretrained", *study, *named, *chosen)
+        assert_refused(result, message)
+        assert not (tmp_path / "out").exists()
+    make_study(tmp_path, quiz, prose).check(("accuracy", "text"), METHODS)
+
+
+def test_a_change_in_doubt_is_neither_better_nor_worse() -> None:
+    spec = RunSpec("m", "quiz", "knn-paper", "quiz", 6)
+    for doubt, better, shown in ((None, True, "†"), ("both scores are at chance", False, "°")):
+        change = Change(Comparison(0.2, 0.1, 0.3, 0.001, doubt), adjusted_p=0.001)
+        score = Accuracy(0.3, 0.2, 0.4, 60)
+        result = Result(spec, "Quiz", False, score, 1.0, 0.25, 0.1, {"zero-shot": change})
+        assert result.is_better() == better
+        assert not result.is_worse()
+        assert score_cell(result).text == f"30.0 ± 10.0{shown} (10% unparsed)"
 
 
 @pytest.mark.slow
