@@ -84,8 +84,8 @@ class PretrainedStudy:
         """
         specs = {part: self.specs(part, self.plan.models[0]) for part in self.plan.parts}
         used = {spec.method for found in specs.values() for spec in found}
-        empty = [f"The part {part!r}" for part in parts if not specs[part]]
-        empty += [name for name in methods if METHODS[name].installed and name not in used]
+        empty = [name for name in methods if METHODS[name].installed and name not in used]
+        empty += [f"The part {part!r}" for part in parts if not specs[part]]
         if empty:
             raise ConfigError(
                 f"{empty[0]} has nothing to run on {', '.join(self.plan.tasks)}. Add a task that "
