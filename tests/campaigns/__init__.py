@@ -12,7 +12,6 @@ CAMPAIGNS: Final[dict[str, int]] = {
     "kills": 2000,
     "power_cuts": 200,
     "mutants": 12_000,
-    "programs": 400,
     "endpoints": 400,
     "programs": 444,
 }
