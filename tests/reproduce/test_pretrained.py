@@ -23,7 +23,7 @@ from knn_moe.reproduce.pretrained.plan import ALL, PARTS, PretrainedPlan, RunSpe
 from knn_moe.reproduce.pretrained.study import PretrainedStudy
 from knn_moe.reproduce.pretrained.tables import score_cell
 from knn_moe.reproduce.table import Table
-from knn_moe.support.statistics import Accuracy, Comparison
+from knn_moe.support.statistics import Accuracy, Comparison, DoubtedComparison
 
 MODEL = "tiny-olmoe"
 METHODS = ("zero-shot", "knn-lm", "knn-paper", "sft-router")
@@ -89,9 +89,9 @@ def test_what_has_nothing_to_run_is_refused(quiz: str, prose: str, tmp_path: Pat
 
 
 def test_a_change_in_doubt_is_neither_better_nor_worse() -> None:
-    spec = RunSpec("m", "quiz", "knn-paper", "quiz", 6)
+    spec, found = RunSpec("m", "quiz", "knn-paper", "quiz", 6), Comparison(0.2, 0.1, 0.3, 0.001)
     for doubt, better, shown in ((None, True, "†"), ("both scores are at chance", False, "°")):
-        change = Change(Comparison(0.2, 0.1, 0.3, 0.001, doubt), adjusted_p=0.001)
+        change = Change(DoubtedComparison.of(found, doubt), adjusted_p=0.001)
         score = Accuracy(0.3, 0.2, 0.4, 60)
         result = Result(spec, "Quiz", False, score, 1.0, 0.25, 0.1, {"zero-shot": change})
         assert result.is_better() == better

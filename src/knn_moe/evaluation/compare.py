@@ -19,6 +19,7 @@ from knn_moe.evaluation.store import Run
 from knn_moe.support.statistics import (
     Accuracy,
     Comparison,
+    DoubtedComparison,
     accuracy,
     by_tercile,
     holm,
@@ -127,7 +128,7 @@ def compare_scores(run: Run, base: Run, resamples: int = 10_000) -> Comparison:
     """
     pairs = match_samples(run, base)
     change = paired_bootstrap(*_paired_scores(pairs), resamples)
-    return replace(change, doubt=_find_doubt(pairs, base))
+    return DoubtedComparison.of(change, _find_doubt(pairs, base))
 
 
 def explain_doubts(lines: Sequence[Line]) -> list[str]:
@@ -218,7 +219,7 @@ def _compare_thirds(pairs: Pairs, base: Run, resamples: int) -> Mapping[str, Com
     changes = by_tercile(perplexity, *_paired_scores(pairs), resamples)
     thirds = [[pairs[place] for place in third] for third in split_terciles(perplexity)]
     return {
-        name: replace(change, doubt=_find_doubt(third, base))
+        name: DoubtedComparison.of(change, _find_doubt(third, base))
         for name, change, third in zip(TERCILES, changes, thirds, strict=True)
     }
 
@@ -261,7 +262,7 @@ def _pool(runs: Sequence[Run], bases: Sequence[Run], resamples: int) -> Comparis
     change = pooled({task: _paired_scores(pairs) for task, pairs in parts.items()}, resamples)
     doubts = [_doubt_baseline(base, base.samples) for base in bases]
     doubts.append(_doubt_chance([pair for pairs in parts.values() for pair in pairs]))
-    return replace(change, doubt=next(filter(None, doubts), None))
+    return DoubtedComparison.of(change, next(filter(None, doubts), None))
 
 
 def _summarise(task: str, title: str, method: str, runs: Sequence[Run]) -> Line:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -39,7 +39,7 @@ class Comparison:
     low: float
     high: float
     p: float
-    doubt: str | None = None  # why it must not be read as better or worse, whatever p is
+    doubt: ClassVar[str | None] = None  # a DoubtedComparison has one
 
     @property
     def significant(self) -> bool:
@@ -58,6 +58,21 @@ class Comparison:
         student = z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
         wider = student / z * (items / free) ** 0.5
         return self.significant and self.difference + wider * (self.high - self.difference) < 0
+
+
+@dataclass(frozen=True)
+class DoubtedComparison(Comparison):
+    """A difference that must not be read as better or worse, whatever its p-value is, and why."""
+
+    doubt: str  # type: ignore[misc]  # here it is a field
+
+    @classmethod
+    def of(cls, comparison: Comparison, doubt: str | None) -> Comparison:
+        """Return the comparison with its doubt, or as it is if there is none."""
+        if doubt is None:
+            return comparison
+        known = comparison.difference, comparison.low, comparison.high, comparison.p
+        return cls(*known, doubt)
 
 
 class Terciles(NamedTuple):
