@@ -86,7 +86,7 @@ def test_the_command_refuses_what_cannot_work_before_it_loads_a_model(
     for task in TASKS:
         place, output = files / f"{task}.jsonl", tmp_path / "out"
         chosen = ("-t", place, "-m", "zero-shot", "-m", method, "--scoring", scoring)
-        result = run_cli("eval", "./nosuch", *chosen, "-o", output)
+        result = run_cli("eval", "./nosuch", *chosen, "-o", output, "--run-code")
         if can_work(method, scoring, task):
             assert_refused(result, "There is no such folder")  # the model, which comes next
         elif scoring == "text" and task == "prose":

@@ -1,16 +1,14 @@
 """The artefact: what a model remembers of a reference set, per layer.
 
 Knows what a memory holds and whose it is. `files.py` knows how it lies on disk, `writer.py` how it
-gets there.
+gets there, `reader.py` how it comes back.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -19,13 +17,14 @@ from torch import Tensor
 
 from knn_moe.config import BuildConfig, RoutingConfig
 from knn_moe.errors import ConfigError, MemoryFormatError
-from knn_moe.memory import files, validate
+from knn_moe.memory import files
 from knn_moe.memory.compressed import CompressedLayer
 from knn_moe.memory.gamma import estimate_gammas
 from knn_moe.memory.head_keys import HeadKeys, join_head_keys, uses_head_keys
 from knn_moe.memory.layers import LayerMemory
 from knn_moe.memory.manifest import MemoryManifest
 from knn_moe.memory.merging import check_mergeable, join_pruned, refuse_merging_again
+from knn_moe.memory.reader import read_folder
 from knn_moe.memory.writer import MemoryWriter, write_layers
 from knn_moe.reference.provenance import Provenance, check_droppable, concatenate, owners
 from knn_moe.reference.windows import ReferenceTokens, Span
@@ -127,39 +126,8 @@ class RoutingMemory:
                 holds what no memory can hold.
         """
         folder = Path(source) if Path(source).is_dir() else files.download(str(source), revision)
-        while True:
-            # A writer may replace the folder meanwhile: then it is the new memory that is opened.
-            version = files.version_of(folder)
-            try:
-                memory = cls._open(folder, verify=verify)
-            except (MemoryFormatError, OSError):
-                if files.version_of(folder) == version:
-                    raise
-            else:
-                if files.version_of(folder) == version:
-                    return memory
-
-    @classmethod
-    def _open(cls, folder: Path, *, verify: bool) -> RoutingMemory:
-        config = files.read_config(folder)
-        validate.check_config(config)
-        manifest = MemoryManifest.from_dict(config)
-        head = config.get("head_keys")
-        entries = [config["tokens"], *config["layers"], *([head] if head else [])]
-        with ThreadPoolExecutor() as pool:
-            check = partial(files.check_file, folder, contents=verify)
-            tokens, *paths = pool.map(check, entries)
-        provenance = _open_tokens(tokens, config)
-        return cls(
-            layers={
-                entry["layer"]: _open_layer(entry, path, len(provenance), verify=verify)
-                for entry, path in zip(config["layers"], paths, strict=False)
-            },
-            provenance=provenance,
-            manifest=manifest,
-            folder=folder,
-            head_keys=_open_head(head, paths[-1], provenance, verify=verify) if head else None,
-        )
+        contents = read_folder(folder, verify=verify)
+        return cls(**contents._asdict(), folder=folder)
 
     def save_pretrained(self, folder: str | Path, *, overwrite: bool = False) -> None:
         """Write the memory to `folder`, whole or not at all.
@@ -407,33 +375,3 @@ def _check_gone(written: RoutingMemory, before: Provenance, examples: Collection
             f"{str(written.folder)!r} still holds tokens of an example that was to be dropped. "
             f"Delete it."
         )
-
-
-def _open_tokens(path: Path, config: Mapping[str, Any]) -> Provenance:
-    tensors = files.read_tensors(path)
-    validate.check_tokens(tensors, config, repr(str(path)))
-    return Provenance.from_tensors(tensors)
-
-
-def _open_layer(entry: Mapping[str, Any], path: Path, cases: int, *, verify: bool) -> Layer:
-    tensors, where = files.read_tensors(path), repr(str(path))
-    validate.check_layer_tensors(entry, tensors, cases, where)
-    compressed = "index" in entry
-    layer: Layer = (
-        CompressedLayer.read(entry, tensors)
-        if compressed
-        else LayerMemory(gamma=entry["gamma"], **tensors)
-    )
-    if verify:
-        validate.check_layer_contents(layer, where)
-    return layer
-
-
-def _open_head(
-    entry: Mapping[str, Any], path: Path, provenance: Provenance, *, verify: bool
-) -> HeadKeys:
-    head = HeadKeys.read(entry, files.read_tensors(path))
-    validate.check_head_tensors(head, provenance, repr(str(path)))
-    if verify:
-        validate.check_head_contents(head, provenance, repr(str(path)))
-    return head
