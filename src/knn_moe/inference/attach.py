@@ -6,31 +6,39 @@ Knows the model's structure through routers/; what is computed is recall/'s.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from knn_moe.config import RoutingConfig
 from knn_moe.errors import AttachError, ConfigError, MemoryMismatchError, RouterNotCalledError
 from knn_moe.explain.explain import Describer, explain_sequences, split_sequences, tokenize
 from knn_moe.explain.explanation import Explanation
+from knn_moe.inference.forward_pass import ForwardPass
 from knn_moe.inference.hidden_states import check_tokens, has_hidden_state_hook
 from knn_moe.inference.history import TokenHistory
-from knn_moe.inference.hooks import LayerStats, RecallHook, RowSelection, TokenMask
-from knn_moe.inference.language_head import Head, install_heads, make_head
+from knn_moe.inference.hooks import HookStack, LayerStats, RecallHook, Selection
+from knn_moe.inference.language_head import HeadHooks, make_head
 from knn_moe.memory.memory import RoutingMemory
 from knn_moe.recall.layer import LayerRecall, RouterCall, layer_gamma
 from knn_moe.recall.neighbours import Widths
 from knn_moe.routers.find import Router, find_routers
 from knn_moe.routers.fingerprint import identify
 from knn_moe.routers.intercept import chooses_top_logits, find_hook
-from knn_moe.routers.model_state import forget_compiled_graphs, unwrap
+from knn_moe.routers.model_state import (
+    Installable,
+    forget_compiled_graphs,
+    remove_hooks,
+    unwrap,
+)
+
+_INSTALLING: Final = threading.Lock()  # so that of two threads that attach one is refused
 
 
 def attach(
@@ -59,7 +67,8 @@ def attach(
     """
     config = config or memory.routing
     check_free(model)
-    return Routing(model, memory, config, routers_for(model, memory, config, force=force))
+    routing = Routing(model, memory, config, routers_for(model, memory, config, force=force))
+    return routing.installed()
 
 
 def check_free(model: nn.Module) -> None:
@@ -93,8 +102,8 @@ def make_recall_hook(
     router: Router,
     memory: RoutingMemory,
     config: RoutingConfig,
-    mask: TokenMask,
-    selection: RowSelection | None = None,
+    forward_pass: ForwardPass,
+    selection: Selection | None = None,
 ) -> RecallHook:
     """Make the hook that recalls one layer's memory, on its router's device."""
     device, layer = router.device, memory.layers[router.layer]
@@ -120,7 +129,7 @@ def make_recall_hook(
     return RecallHook(
         router,
         recall,
-        mask,
+        forward_pass,
         count_changes=config.stats,
         selection=selection,
         spare_first_token=config.spare_first_token,
@@ -130,37 +139,71 @@ def make_recall_hook(
 class Handle:
     """The hooks that are on a model, until `detach` takes them off."""
 
-    _mask: TokenMask
-    _heads: list[Head]
-    _handles: list[RemovableHandle]
+    _model: nn.Module
+    _pass: ForwardPass
+    _heads: HeadHooks | None
+    _parts: list[Installable]  # what has hooks, in the order of their installation
+    _attached = False
 
     def recall_hooks(self) -> Iterable[RecallHook]:
         """Return the recall hooks of all routers."""
         raise NotImplementedError
 
+    def installed(self) -> Self:
+        """Put all hooks on the model, or none.
+
+        Raises:
+            AttachError: Another thread has put hooks on it in the meantime.
+        """
+        try:
+            with _INSTALLING:
+                check_free(self._model)
+                forget_compiled_graphs()
+                self._pass.tell(self._check_called, self._remove_hooks)
+                for part in self._parts:
+                    part.install()
+                self._attached = True
+            return self
+        except BaseException:
+            self._remove()
+            raise
+
     def detach(self) -> None:
         """Take the memory off. Does nothing the second time.
+
+        A forward pass that another thread is in ends as it began, and takes the hooks off then.
 
         Raises:
             RouterNotCalledError: The model ran and bypassed a router, so that the memory had no
                 effect there.
         """
-        if not self._handles:
+        if not self._attached:
             return
         self._remove()
-        if self._mask.ran():
+        if int(self._pass.finished.passes) > 0:
             self._check_called()
             self._check_heads()
 
     def _remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        for head in self._heads:
-            head.forget()
-        self._handles = []
+        self._pass.close()
+        if self._heads is not None:
+            for hook in self._heads.states():
+                hook.closed = True
+        if not self._pass.runs_elsewhere():
+            self._remove_hooks()
+        self._attached = False
+
+    def _remove_hooks(self) -> None:
+        owners: list[object] = [*self._parts]
+        if self._heads is not None:
+            owners += self._heads.states()
+            for head in self._heads.heads:
+                head.forget()
+        remove_hooks(self._model, owners)
 
     def _check_heads(self) -> None:
-        if any(head.selection.used and not head.ran for head in self._heads):
+        heads = () if self._heads is None else self._heads.heads
+        if any(not head.ran and head.is_used() for head in heads):
             raise RouterNotCalledError(
                 "The model ran without calling the memory's language-model head. Call the model "
                 "itself, not its forward or its decoder alone, or leave out head=."
@@ -192,7 +235,7 @@ class Handle:
 
 
 class Routing(Handle):
-    """The handle of an attached memory. It attaches on creation; `detach` undoes that."""
+    """The handle of an attached memory. `installed` attaches it; `detach` undoes that."""
 
     def __init__(
         self, model: nn.Module, memory: RoutingMemory, config: RoutingConfig, routers: list[Router]
@@ -200,18 +243,18 @@ class Routing(Handle):
         self.memory = memory
         self.config = config
         self._model = model
-        self._mask = TokenMask(model, routers or find_routers(model))
-        self._history = TokenHistory(self._mask)
+        self._pass = ForwardPass(model, routers or find_routers(model))
+        self._history = TokenHistory(self._pass)
         self._hooks = [
-            make_recall_hook(router, memory, config, self._mask)
+            make_recall_hook(router, memory, config, self._pass)
             for router in routers
             if len(memory)
         ]
-        self._heads = make_head(model, self._hooks, memory, config)
-        forget_compiled_graphs()
-        self._handles = [handle for hook in self._hooks for handle in hook.install()]
-        self._handles += install_heads(model, self._heads)
-        self._handles += self._history.install() + self._mask.install(self._check_called)
+        heads = make_head(model, self._hooks, memory, config)
+        self._heads = HeadHooks(model, heads, self._pass) if heads else None
+        self._parts = [HookStack([hook], self._pass) for hook in self._hooks]
+        self._parts += [self._heads] if self._heads is not None else []
+        self._parts += [self._history, self._pass]
 
     def recall_hooks(self) -> list[RecallHook]:
         return self._hooks
@@ -262,38 +305,29 @@ class Routing(Handle):
             for hook in self._hooks
         }
         describer = Describer(self.memory.provenance, usual, tokenizer)
-        with self._aside():
-            return explain_sequences(self._model, self, sequences, describer, last)
-
-    @contextmanager
-    def _aside(self) -> Iterator[None]:
-        """Neither count nor remember what runs inside."""
-        counts = [self._mask.counts.sums, *(hook.counts.sums for hook in self._hooks)]
-        before = [sums.clone() for sums in counts]
-        self._history.paused = True
+        now = self._pass.now
         try:
-            yield
+            now.aside = True
+            return explain_sequences(self._model, self, sequences, describer, last)
         finally:
-            self._history.paused = False
-            for sums, earlier in zip(counts, before, strict=True):
-                sums.copy_(earlier)
+            now.aside = False
 
     @contextmanager
     def observed(self, observer: Callable[[RouterCall], None]) -> Iterator[None]:
-        """Hand each router call inside to `observer`, after its experts are chosen."""
-        if not self._handles:
+        """Hand each router call of this thread inside to `observer`, after its experts are
+        chosen."""
+        if not self._attached:
             raise AttachError("The memory is detached. Attach it again to observe it.")
-        before = [hook.observer for hook in self._hooks]
-        for hook in self._hooks:
-            hook.observer = observer
+        now = self._pass.now
+        before = now.observer
         try:
+            now.observer = observer
             yield
         finally:
-            for hook, earlier in zip(self._hooks, before, strict=True):
-                hook.observer = earlier
+            now.observer = before
 
     def __repr__(self) -> str:
-        state = "attached" if self._handles else "detached"
+        state = "attached" if self._attached else "detached"
         return f"Routing({state}, {len(self._hooks)} layers, {self.memory!r})"
 
 

@@ -18,10 +18,10 @@ from torch.utils.hooks import RemovableHandle
 
 from knn_moe.errors import AttachError, ConfigError, UnsupportedModelError
 from knn_moe.inference.attach import Routing
-from knn_moe.inference.hooks import TokenMask
+from knn_moe.inference.forward_pass import ForwardPass
 from knn_moe.recall.layer import RouterCall
 from knn_moe.routers.find import Router, find_routers
-from knn_moe.routers.intercept import ReplaceLogits, chosen_experts
+from knn_moe.routers.intercept import chosen_experts, run_router
 from knn_moe.routers.model_state import input_device, install_hooks
 
 
@@ -62,14 +62,14 @@ class RouterLoad:
     the routers' softmax over tokens. A token counts once in every layer.
     """
 
-    def __init__(self, routers: list[Router], mask: TokenMask) -> None:
+    def __init__(self, routers: list[Router], forward_pass: ForwardPass) -> None:
         widths = sorted({router.num_experts for router in routers})
         if len(widths) > 1:
             raise UnsupportedModelError(
                 f"The load over all layers needs equally many experts in each, got {widths}."
             )
         self.routers = routers
-        self.mask = mask
+        self.forward_pass = forward_pass
         self.choices = torch.zeros(widths[0], dtype=torch.int64)
         self.probability = torch.zeros(widths[0], dtype=torch.float64)
         self.tokens = 0
@@ -80,7 +80,7 @@ class RouterLoad:
             router.module.register_forward_hook(partial(self.add, router))
             for router in self.routers
         ]
-        return [*self.mask.install(lambda: None), *hooks]
+        return [*self.forward_pass.install(), *hooks]
 
     @torch.no_grad()
     def add(self, router: Router, module: nn.Module, args: Any, output: Any) -> None:
@@ -88,7 +88,7 @@ class RouterLoad:
         logits = _logits(router, output)
         chosen = chosen_experts(router, output, logits)
         probability = torch.softmax(logits, dim=-1, dtype=torch.float32)
-        real = self.mask.real(len(logits), logits.device)
+        real = self.forward_pass.real(len(logits), logits.device)
         if real is not None:
             chosen, probability = chosen[real], probability[real]
         self.choices += torch.bincount(chosen.flatten(), minlength=router.num_experts).cpu()
@@ -134,8 +134,7 @@ def router_load(model: nn.Module) -> Iterator[RouterLoad]:
     routers = find_routers(model)
     for router in routers:
         _check_returns_logits(router)
-    mask = TokenMask(model, routers)
-    load = RouterLoad(routers, mask)
+    load = RouterLoad(routers, ForwardPass(model, routers))
     with install_hooks([load]):
         yield load
 
@@ -188,8 +187,7 @@ def _check_returns_logits(router: Router) -> None:
     inputs = torch.zeros(1, router.hidden_size, device=router.device, dtype=router.weight.dtype)
     # Whole numbers, exact in bf16 up to 256 experts, and no distribution.
     trial = torch.arange(router.num_experts, device=router.device)[None]
-    with ReplaceLogits(router, lambda _, own: trial.to(own.dtype)):
-        output = router.module.forward(inputs)
+    output = run_router(router, lambda _, own: trial.to(own.dtype), (inputs,), {})
     if not torch.equal(_logits(router, output).float(), trial.float()):
         raise UnsupportedModelError(
             f"Router {router.name!r} does not return its logits, so its load cannot be measured. "

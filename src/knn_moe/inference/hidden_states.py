@@ -16,7 +16,7 @@ from knn_moe.errors import MemoryMismatchError, UnsupportedModelError
 from knn_moe.memory.head_keys import HeadKeys
 from knn_moe.memory.memory import RoutingMemory
 from knn_moe.reference.windows import Batch, ReferenceTokens
-from knn_moe.routers.intercept import HookState
+from knn_moe.routers.intercept import KeepsInputs
 from knn_moe.routers.model_state import (
     freeze,
     input_device,
@@ -27,12 +27,13 @@ from knn_moe.routers.model_state import (
 )
 
 
-class HiddenStateHook(HookState):
+class HiddenStateHook(KeepsInputs):
     """Keeps the input of the model's output embedding in its latest forward pass."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._output = _output_embedding(model)
+        self.closed = False  # whether the hook is about to be removed
 
     @property
     def device(self) -> torch.device:
@@ -45,7 +46,7 @@ class HiddenStateHook(HookState):
 
     def keep(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Keep what the output embedding reads."""
-        self.state.inputs = args[0].detach()
+        self.keep_inputs(args[0])
 
     def take(self, tokens: torch.Size) -> Tensor:
         """Return the hidden states [B, T, d] of logits whose first sizes are `tokens`, [B, T]."""
@@ -88,7 +89,8 @@ def has_hidden_state_hook(model: nn.Module) -> bool:
     """Whether a head of this library is on the model's output embedding."""
     output = unwrap(model).get_output_embeddings()
     hooks = () if output is None else output._forward_pre_hooks.values()
-    return any(isinstance(getattr(hook, "__self__", None), HiddenStateHook) for hook in hooks)
+    owners = [getattr(hook, "__self__", None) for hook in hooks]
+    return any(isinstance(owner, HiddenStateHook) and not owner.closed for owner in owners)
 
 
 def _output_embedding(model: nn.Module) -> nn.Module:

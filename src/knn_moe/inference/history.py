@@ -2,11 +2,12 @@
 
 A hook on the decoder stack copies the ids of each call and the length of the cache. No value is
 looked at before `sequences` is called, so that nothing waits for the device. Calls in a compiled
-graph or a CUDA graph are not recorded; the decoder stack's count of calls shows that.
+graph or a CUDA graph are not recorded, but counted. Each thread has its own history.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ from transformers import Cache
 
 from knn_moe.errors import NothingReadError
 from knn_moe.inference.caches import cache_length, find_cache
-from knn_moe.inference.hooks import TokenMask
+from knn_moe.inference.forward_pass import Finished, ForwardPass
+from knn_moe.routers.intercept import NotCopied
 
 _UNSEEN: Final = "The model continued from a cache whose tokens were not recorded"
 _WAY_OUT: Final = "Give explain the token ids: routing.explain(input_ids)"
@@ -35,56 +37,70 @@ class Step:
     length: int | Tensor
 
 
-class TokenHistory:
-    """The calls since the model last began a sequence."""
+class _Sequence(threading.local):
+    """The calls since a thread's model last began a sequence."""
 
-    def __init__(self, mask: TokenMask) -> None:
-        self.mask = mask
-        self.paused = False
-        self._steps: list[Step] = []
-        self._lost: str | None = None  # why the steps are not known
-        self._cache: weakref.ref[Cache] | None = None
-        self._begun: Tensor | None = None  # the count of calls when the first step was seen
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.lost: str | None = None  # why the steps are not known
+        self.cache: weakref.ref[Cache] | None = None
+        self.unrecorded: Tensor | None = None  # calls without a record before the first step
+
+    def begin(self, unrecorded: Tensor) -> None:
+        self.steps, self.lost, self.unrecorded = [], None, unrecorded
+
+    def forget(self, why: str) -> None:
+        self.steps, self.lost, self.cache = [], why, None
+
+
+class TokenHistory(NotCopied):
+    """What each thread's model read last."""
+
+    def __init__(self, forward_pass: ForwardPass) -> None:
+        self.forward_pass = forward_pass
+        self._last = _Sequence()
+        self._unrecorded = Finished(forward_pass.finished.passes.device)
 
     def install(self) -> list[RemovableHandle]:
-        """Install the hook. It must come before the hooks of the mask, which drop the mask."""
-        return [self.mask.stack.register_forward_hook(self._after, with_kwargs=True)]
+        """Install the hook. It must come before those of the pass, which forget the mask."""
+        return [self.forward_pass.stack.register_forward_hook(self.after, with_kwargs=True)]
 
-    def _after(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    # A hook that another thread is just removing may be called without its last argument.
+    def after(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any = None
     ) -> None:
-        if torch.compiler.is_compiling() or self.paused:
+        """Copy the ids of a call."""
+        if output is None or self.forward_pass.now.aside:
+            return
+        if torch.compiler.is_compiling():
+            self._unrecorded.passes += 1
             return
         ids = kwargs.get("input_ids", args[0] if args else None)
+        last = self._last
         if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.dtype.is_floating_point:
-            self._forget("The model was given embeddings (inputs_embeds) instead of token ids")
+            last.forget("The model was given embeddings (inputs_embeds) instead of token ids")
             return
         if ids.is_cuda and torch.cuda.is_current_stream_capturing():
+            self._unrecorded.passes += 1
             return
         cache = find_cache(args, kwargs, output)
         width = ids.shape[1]
-        known = cache is not None and self._cache is not None and self._cache() is cache
+        known = cache is not None and last.cache is not None and last.cache() is cache
         length = width if cache is None else _length(cache, wait=width > 1 or not known)
         if isinstance(length, int) and length == width:
-            self._begin()
+            last.begin(self._unrecorded.passes.clone())
         elif not known or length is None:
-            self._forget(_UNSEEN)
-        if length is None or self._lost is not None:
+            last.forget(_UNSEEN)
+        if length is None or last.lost is not None:
             return
-        self._cache = None if cache is None else weakref.ref(cache)
-        real = self.mask.mask
+        last.cache = None if cache is None else weakref.ref(cache)
+        real = self.forward_pass.now.mask
         real = None if real is None or real.shape != ids.shape else real.clone()
-        self._steps.append(Step(ids.clone(), real, length))
-
-    def _begin(self) -> None:
-        self._steps, self._lost = [], None
-        self._begun = self.mask.counts.sums[0].clone()
-
-    def _forget(self, why: str) -> None:
-        self._steps, self._lost, self._cache = [], why, None
+        last.steps.append(Step(ids.clone(), real, length))
 
     def sequences(self, ends: Collection[int] = ()) -> list[Tensor]:
-        """Return the ids of each sequence, [n] on the CPU, without padding.
+        """Return the ids of each sequence that this thread's model read, [n] on the CPU, without
+        padding.
 
         Args:
             ends: The tokens that end a sequence. What a batch feeds a finished row is left out.
@@ -92,21 +108,22 @@ class TokenHistory:
         Raises:
             NothingReadError: It is not known what the model read.
         """
-        if self._lost is not None:
-            raise NothingReadError(f"{self._lost}. {_WAY_OUT}.")
-        earlier = 0 if self._begun is None else int(self._begun) - 1
-        missed = int(self.mask.counts.sums[0]) - earlier - len(self._steps)
+        last = self._last
+        if last.lost is not None:
+            raise NothingReadError(f"{last.lost}. {_WAY_OUT}.")
+        earlier = 0 if last.unrecorded is None else int(last.unrecorded)
+        missed = int(self._unrecorded.passes) - earlier
         if missed:
             raise NothingReadError(
                 f"{missed} forward passes ran inside a compiled graph and were not recorded. "
                 f"{_WAY_OUT}."
             )
-        if not self._steps:
+        if not last.steps:
             raise NothingReadError(
                 f"The model has read nothing since the memory was attached. {_WAY_OUT}."
             )
-        ids, real, prompt = _join_steps(self._steps)
-        if len(self._steps) > 1 and len(prompt.unique(dim=0)) < len(prompt):
+        ids, real, prompt = _join_steps(last.steps)
+        if len(last.steps) > 1 and len(prompt.unique(dim=0)) < len(prompt):
             raise NothingReadError(
                 "The batch holds one prompt several times, as in beam search, which swaps rows "
                 f"unseen. {_WAY_OUT}."

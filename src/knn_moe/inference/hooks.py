@@ -1,4 +1,4 @@
-"""The hooks of an attached memory: mix at each router, find padding and first tokens, count.
+"""The hooks of an attached memory: mix at each router, and count what that changed.
 
 Counts are tensors on the router's device: nothing waits for the device, and a compiled graph
 updates them like any buffer.
@@ -6,20 +6,25 @@ updates them like any buffer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
-from transformers import Cache, PreTrainedModel
 
-from knn_moe.errors import ConfigError
-from knn_moe.inference.caches import cache_length, find_cache
+from knn_moe.inference.forward_pass import ALL_ROWS, ForwardPass, Rows
 from knn_moe.recall.layer import UNITS, LayerRecall, RouterCall
 from knn_moe.routers.find import Router
-from knn_moe.routers.intercept import ReplaceLogits, RouterHook, chosen_experts
+from knn_moe.routers.intercept import (
+    KeepsInputs,
+    RouterHook,
+    Watch,
+    chosen_experts,
+    run_router,
+)
 
 
 @dataclass(frozen=True)
@@ -45,151 +50,148 @@ class Counts(nn.Module):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.register_buffer("sums", torch.zeros(4, dtype=torch.int64, device=device), False)
+        self._adding = threading.Lock()
 
     @torch.no_grad()
     def add(self, confidence: Tensor, changed: Tensor | None, real: Tensor | None) -> None:
         """Count one call. Shapes: confidence, changed, real [T]; no `real`: no padding."""
         real = torch.ones_like(confidence, dtype=torch.bool) if real is None else real
-        units = (confidence.double() * UNITS).round().long()
-        self.sums[0] += 1
-        self.sums[1] += real.sum()
-        self.sums[3] += torch.where(real, units, 0).sum()
-        if changed is not None:
-            self.add_changed(changed, real)
+        units = torch.where(real, (confidence.double() * UNITS).round().long(), 0).sum()
+        none = torch.zeros_like(units)
+        changes = none if changed is None else (changed & real).sum()
+        self._add(torch.stack([none + 1, real.sum(), changes, units]))
 
     @torch.no_grad()
     def add_changed(self, changed: Tensor, real: Tensor | None) -> None:
         """Count the changes of a call that is counted otherwise. Shapes: [T]."""
-        self.sums[2] += (changed if real is None else changed & real).sum()
+        changes = (changed if real is None else changed & real).sum()
+        none = torch.zeros_like(changes)
+        self._add(torch.stack([none, none, changes, none]))
+
+    def _add(self, counts: Tensor) -> None:
+        if torch.compiler.is_compiling():
+            self.sums += counts
+            return
+        with self._adding:
+            self.sums += counts
 
 
-class RowSelection:
-    """The rows of a batch that use a memory: all of them, unless `choose` says which."""
+class Selection:
+    """Which rows of each pass use one memory: all of them, if it has no name."""
 
-    def __init__(self, *, empty: bool = False) -> None:
-        self.empty = empty
-        self.used = not empty  # whether the model ever ran with a row that uses the memory
-        self.chosen: Tensor | None = None  # [rows] bool; None: all
-        self._on: dict[torch.device, Tensor] = {}
+    def __init__(self, now: ForwardPass, name: str | None = None) -> None:
+        self.name = name
+        self.used = name is None  # whether the model ever ran with a row that uses the memory
+        self._pass = now
 
-    def choose(self, rows: Tensor) -> None:
-        """Select rows. Shapes: rows [rows] bool."""
-        self.empty = not bool(rows.any())
-        self.chosen = None if bool(rows.all()) else rows
-        self._on = {}
-
-    def tokens(self, count: int, batch: int, device: torch.device) -> Tensor | None:
-        """Tell which of `count` tokens are of selected rows, row after row; None: all are.
-
-        Rows that `generate` repeats, for beams or several answers, follow each other, as a row's
-        tokens do. Result [count] bool, on `device`.
-        """
-        if self.chosen is None:
-            return None
-        rows = len(self.chosen)
-        if batch % rows or count % rows:
-            raise ConfigError(
-                f"Memories were chosen for {rows} rows, and the model reads {batch}. Name one for "
-                f"each row of the batch."
-            )
-        if device not in self._on:
-            self._on[device] = self.chosen.to(device)
-        return self._on[device].repeat_interleave(count // rows)
+    def rows(self) -> Rows:
+        """Return the rows of this thread's pass."""
+        return ALL_ROWS if self.name is None else self._pass.rows(self.name)
 
 
-class RecallHook(RouterHook):
+class Step(NamedTuple):
+    """What one memory did in one call of a router.
+
+    Shapes: inputs [T, d]; logits, mixed [T, N]; confidence, real [T]; no `real`: no padding.
+    """
+
+    inputs: Tensor
+    logits: Tensor
+    mixed: Tensor
+    confidence: Tensor
+    real: Tensor | None
+
+
+class RecallHook(KeepsInputs):
     """Mixes what a layer recalls into its router's logits, and counts what that changed."""
 
     def __init__(
         self,
         router: Router,
         recall: LayerRecall,
-        mask: TokenMask,
+        forward_pass: ForwardPass,
         *,
         count_changes: bool,
-        selection: RowSelection | None = None,
+        selection: Selection | None = None,
         spare_first_token: bool = False,
     ) -> None:
-        super().__init__(router, self.mix)
+        super().__init__()
+        self.router = router
         self.recall = recall
         self.spares_first = spare_first_token
-        mask.finds_first |= spare_first_token
-        self.selection = selection or RowSelection()
+        forward_pass.finds_first |= spare_first_token
+        self.selection = selection or Selection(forward_pass)
         self.kernels_count = recall.counts
-        self.mask = mask
+        self.forward_pass = forward_pass
         self.count_changes = count_changes
         self.counts = Counts(recall.gamma.device)
         self.called = False
         self.keeps_inputs = False  # for a head, which takes them when the model has run
-        self.observer: Callable[[RouterCall], None] | None = None
 
-    def mix(self, inputs: Tensor, logits: Tensor) -> Tensor:
-        """Return the logits to use. Shapes: inputs [T, d]; logits [T, N] → [T, N]."""
-        if self.selection.empty:
-            return logits
+    def mix(self, inputs: Tensor, logits: Tensor) -> Step | None:
+        """Mix; None: no row uses the memory. Shapes: inputs [T, d]; logits [T, N]."""
+        rows = self.selection.rows()
+        if rows.empty:
+            return None
         if self.keeps_inputs:
-            self.state.inputs = inputs.detach()
-        real = self.mask.real(len(inputs), inputs.device)
-        selected = self._select(len(inputs), inputs.device)
+            self.keep_inputs(inputs)
+        real = self.forward_pass.real(len(inputs), inputs.device)
+        selected = self._select(rows, len(inputs), inputs.device)
         if selected is not None:
             real = selected if real is None else selected & real
-        counts = self.counts.sums if self.kernels_count else None
+        counted = self.kernels_count and not self.forward_pass.now.aside
+        counts = self.counts.sums if counted else None
         mixed, confidence = self.recall.forward(inputs, logits, counts, real)
         if selected is not None:
             mixed = torch.where(selected[:, None], mixed, logits)
             confidence = confidence.masked_fill(~selected, 0.0)
-        self.state.step = inputs, logits, mixed, confidence, real
-        return mixed
+        return Step(inputs, logits, mixed, confidence, real)
 
-    def _select(self, count: int, device: torch.device) -> Tensor | None:
+    def _select(self, rows: Rows, count: int, device: torch.device) -> Tensor | None:
         """Tell which tokens use the memory; None: all do. Result [count] bool, on `device`."""
-        selected = self.selection.tokens(count, self.mask.batch, device)
-        first = self.mask.begins(count, device) if self.spares_first else None
+        selected = rows.tokens(count, self.forward_pass.now.batch, device)
+        first = self.forward_pass.begins(count, device) if self.spares_first else None
         if first is None:
             return selected
         return ~first if selected is None else selected & ~first
 
-    def after(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
-        super().after(module, args, kwargs, output)
-        self.count(module, args, kwargs, output)
-
     def count(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        self,
+        step: Step,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
     ) -> None:
         """Count what the call changed, from what the router returned."""
-        state = self.state
-        step, state.step = state.step, None
-        if step is None or output is None:
-            return
-        inputs, logits, mixed, confidence, real = step
+        observer, aside = self.forward_pass.now.observer, self.forward_pass.now.aside
         changed = None
-        counted = self.kernels_count and self.recall.counts_changes
-        uncounted = self.count_changes and not counted
-        if uncounted or self.observer is not None:
-            unmixed = self._unmixed(module, args, kwargs, logits)
-            chosen = chosen_experts(self.router, unmixed, logits)
-            used = chosen_experts(self.router, output, mixed)
+        uncounted = self.count_changes and not (self.kernels_count and self.recall.counts_changes)
+        if (uncounted and not aside) or observer is not None:
+            unmixed = self._unmixed(module, args, kwargs, step.logits)
+            chosen = chosen_experts(self.router, unmixed, step.logits)
+            used = chosen_experts(self.router, output, step.mixed)
             changed = (chosen != used).any(dim=-1)
-            if self.observer is not None:
+            if observer is not None:
                 seen = RouterCall(
                     self.router.layer,
                     self.recall,
-                    inputs,
-                    logits=logits,
-                    mixed=mixed,
+                    step.inputs,
+                    logits=step.logits,
+                    mixed=step.mixed,
                     before=chosen,
                     after=used,
-                    confidence=confidence,
+                    confidence=step.confidence,
                 )
-                self.observer(seen)
-        if not self.kernels_count:
-            self.counts.add(confidence, changed, real)
-        elif uncounted and changed is not None:
-            self.counts.add_changed(changed, real)
+                observer(seen)
         if not torch.compiler.is_compiling():
             self.called = True
+        if aside:
+            return
+        if not self.kernels_count:
+            self.counts.add(step.confidence, changed, step.real)
+        elif uncounted and changed is not None:
+            self.counts.add_changed(changed, step.real)
 
     def _unmixed(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], logits: Tensor
@@ -197,8 +199,8 @@ class RecallHook(RouterHook):
         """Return what the router would have returned on its own logits."""
         if module is not self.router.module:
             return None  # the whole block's forward: too much to run twice
-        with torch.no_grad(), ReplaceLogits(self.router, lambda inputs, own: logits):
-            return module.forward(*args, **kwargs)
+        with torch.no_grad():
+            return run_router(self.router, lambda inputs, own: logits, args, kwargs)
 
     def was_called(self) -> bool:
         """Whether the router was called, or no row used the memory."""
@@ -215,147 +217,52 @@ class RecallHook(RouterHook):
         )
 
 
+class RecallWatch(Watch):
+    """A call of a router that recalls, and what each memory did in it."""
+
+    def __init__(self, router: Router, hooks: Sequence[RecallHook]) -> None:
+        self.steps: list[tuple[RecallHook, Step]] = []
+        super().__init__(router, partial(_mix_in_turn, hooks, self.steps))
+
+
+def _mix_in_turn(
+    hooks: Sequence[RecallHook],
+    steps: list[tuple[RecallHook, Step]],
+    inputs: Tensor,
+    logits: Tensor,
+) -> Tensor:
+    for hook in hooks:
+        step = hook.mix(inputs, logits)
+        if step is not None:
+            steps.append((hook, step))
+            logits = step.mixed
+    return logits
+
+
 class HookStack(RouterHook):
-    """The hooks of several memories at one router, one after the other."""
+    """The hooks of the memories at one router, one after the other."""
 
-    def __init__(self, hooks: Sequence[RecallHook]) -> None:
-        super().__init__(hooks[0].router, self.mix)
+    def __init__(self, hooks: Sequence[RecallHook], forward_pass: ForwardPass) -> None:
+        super().__init__(hooks[0].router, partial(_mix_in_turn, hooks, []))
         self.hooks = hooks
+        self.forward_pass = forward_pass
 
-    def mix(self, inputs: Tensor, logits: Tensor) -> Tensor:
-        for hook in self.hooks:
-            logits = hook.mix(inputs, logits)
-        return logits
+    @property
+    def closed(self) -> bool:
+        return self.forward_pass.closed
 
-    def after(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
-        super().after(module, args, kwargs, output)
-        for hook in self.hooks:
-            hook.count(module, args, kwargs, output)
+    def watch(self) -> Watch | None:
+        return RecallWatch(self.router, self.hooks) if self.forward_pass.active() else None
 
-
-class TokenMask:
-    """Tells which tokens are padding, and which are the first of a sequence. Routers cannot: they
-    see all tokens flattened, without a mask."""
-
-    def __init__(self, model: nn.Module, routers: list[Router]) -> None:
-        self.stack = _decoder_stack(model, routers)
-        self.counts = Counts(routers[0].device if routers else torch.device("cpu"))
-        self.ran_eagerly = False
-        self.mask: Tensor | None = None
-        self.finds_first = False  # whether a hook needs to know first tokens
-        self.first: Tensor | None = None
-        self.batch = 0  # rows of this step
-
-    def install(self, on_run: Callable[[], None]) -> list[RemovableHandle]:
-        """Read the mask before each run of the decoder stack; call `on_run` after the first."""
-
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self.mask = _real_tokens(args, kwargs)
-            self.first = _first_tokens(args, kwargs, self.mask) if self.finds_first else None
-            read = _tokens(args, kwargs)
-            self.batch = 0 if read is None else len(read)
-            self.counts.sums[0] += 1
-
-        def after(
-            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-        ) -> None:
-            self.mask = self.first = None
-            if output is not None and not torch.compiler.is_compiling() and not self.ran_eagerly:
-                self.ran_eagerly = True
-                on_run()
-
-        return [
-            self.stack.register_forward_pre_hook(before, with_kwargs=True),
-            self.stack.register_forward_hook(after, with_kwargs=True, always_call=True),
-        ]
-
-    def ran(self) -> bool:
-        """Whether the model has run."""
-        return int(self.counts.sums[0]) > 0
-
-    def real(self, tokens: int, device: torch.device) -> Tensor | None:
-        """Return [tokens] bool on `device`; None where nothing is known of padding."""
-        return _flatten(self.mask, tokens, device)
-
-    def begins(self, tokens: int, device: torch.device) -> Tensor | None:
-        """Tell which tokens are the first of a sequence: [tokens] bool on `device`; None: none."""
-        return _flatten(self.first, tokens, device)
-
-
-def _flatten(mask: Tensor | None, tokens: int, device: torch.device) -> Tensor | None:
-    if mask is None or mask.numel() != tokens:
-        return None
-    # Contiguous: of one sequence's mask, a diagonal, flatten makes a strided view.
-    return mask.flatten().to(device).contiguous()
-
-
-def _decoder_stack(model: nn.Module, routers: list[Router]) -> nn.Module:
-    """Return the innermost pretrained model around all routers. It is called with the mask."""
-    paths = [router.name.split(".") for router in routers]
-    shared = 0
-    while all(len(path) > shared for path in paths) and len({path[shared] for path in paths}) == 1:
-        shared += 1
-    for length in range(shared, 0, -1):
-        module = model.get_submodule(".".join(paths[0][:length]))
-        if isinstance(module, PreTrainedModel):
-            return module
-    return model
-
-
-def _tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Return what is read in this step, [B, T] or [B, T, d]."""
-    tokens: Tensor | None = kwargs.get("input_ids", args[0] if args else None)
-    return kwargs.get("inputs_embeds") if tokens is None else tokens
-
-
-def _real_tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Return the real tokens of this step [B, T], from the forward's arguments; None if all are."""
-    tokens = _tokens(args, kwargs)
-    mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
-    if isinstance(mask, Mapping):
-        mask = next(iter(mask.values()), None)
-    if not isinstance(mask, Tensor) or tokens is None or tokens.shape[1] == 1:
-        return None
-    length = tokens.shape[1]
-    if mask.ndim == 2:
-        return mask[:, -length:].bool()
-    # Attention masks of a static cache, [B, 1, T, cache]: a token sees itself unless it is padding.
-    diagonal = torch.diagonal(mask[:, 0, :length, :length], dim1=-2, dim2=-1)
-    return diagonal if diagonal.dtype == torch.bool else diagonal == 0
-
-
-def _first_tokens(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], real: Tensor | None
-) -> Tensor | None:
-    """Return the tokens of this step that begin a sequence [B, T]; None if none does.
-
-    A decode step costs nothing: it is one token after a cache that is not empty, and no tensor is
-    read to know that.
-    """
-    tokens = _tokens(args, kwargs)
-    if tokens is None:
-        return None
-    first = _row_begins(tokens, find_cache(args, kwargs), real)
-    positions = kwargs.get("position_ids")
-    if not isinstance(positions, Tensor) or tokens.shape[1] == 1:
-        return first
-    # Several sequences in one row: positions start anew in each.
-    anew = (positions == 0).all(dim=0) if positions.ndim == 3 else positions == 0
-    anew = anew.expand(tokens.shape[:2])
-    anew = anew if real is None else anew & real
-    return anew if first is None else anew | first
-
-
-def _row_begins(tokens: Tensor, cache: Cache | None, real: Tensor | None) -> Tensor | None:
-    """Return the first real token of each row [B, T]; None if the rows continue a cache."""
-    length = 0 if cache is None else cache_length(cache)
-    if isinstance(length, int) and length > 0:
-        return None
-    if tokens.shape[1] == 1 and not isinstance(length, int):
-        return None
-    if real is None:
-        real = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
-    first = real & (real.cumsum(dim=1) == 1)
-    return first & (length.to(first.device) == 0) if isinstance(length, Tensor) else first
+    def finish(
+        self,
+        watch: Watch,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+    ) -> Any:
+        if isinstance(watch, RecallWatch):
+            for hook, step in watch.steps:
+                hook.count(step, module, args, kwargs, output)
+        return output

@@ -22,11 +22,13 @@ from torch.utils.hooks import RemovableHandle
 from knn_moe.config import HeadConfig, RoutingConfig
 from knn_moe.equations.next_token import mix_next_token
 from knn_moe.errors import AttachError, UnsupportedModelError
+from knn_moe.inference.forward_pass import ALL_ROWS, ForwardPass
 from knn_moe.inference.hidden_states import HiddenStateHook, check_tokens, check_width
-from knn_moe.inference.hooks import RecallHook, RowSelection
+from knn_moe.inference.hooks import RecallHook, Selection
 from knn_moe.memory.memory import RoutingMemory
 from knn_moe.recall.layer import layer_gamma
 from knn_moe.recall.next_token import TokenIndex, open_head_keys
+from knn_moe.routers.intercept import NotCopied
 from knn_moe.routers.model_state import unwrap
 
 _NUMBERS: Final = 1 << 26  # that a search or a mixture holds at a time
@@ -51,15 +53,20 @@ class Head(nn.Module):
     A module only so that its tensors are buffers, which compilers treat as static.
     """
 
-    def __init__(self, mixture: HeadMixture, selection: RowSelection) -> None:
+    def __init__(self, mixture: HeadMixture, selection: Selection | None) -> None:
         super().__init__()
         self.mixture = mixture
-        self.selection = selection
+        self.selection = selection  # None: all rows
         self.ran = False
 
-    def install(self) -> list[RemovableHandle]:
-        """Put hooks on the model that keep the keys to look up, if the head has its own."""
-        return []
+    @property
+    def states(self) -> HiddenStateHook | None:
+        """The hook that keeps the keys to look up, if the head has its own."""
+        return None
+
+    def is_used(self) -> bool:
+        """Whether the model ever ran with a row that uses the memory."""
+        return self.selection is None or self.selection.used
 
     def forget(self) -> None:
         """Forget keys that a run left which did not come to its end, or not this way."""
@@ -82,7 +89,8 @@ class Head(nn.Module):
     def on_output(self, output: Any, kept: Any) -> None:
         """Mix next tokens into the logits of `output`. `kept` is transformers' `logits_to_keep`."""
         self.ran = True
-        if self.selection.empty:
+        rows = ALL_ROWS if self.selection is None else self.selection.rows()
+        if rows.empty:
             return
         logits = getattr(output, "logits", None)
         if not isinstance(logits, Tensor):
@@ -93,7 +101,7 @@ class Head(nn.Module):
         keys = self.take_keys(logits, kept)
         mixed = self.mix(keys.flatten(0, 1), logits.flatten(0, 1)).view(logits.shape)
         count = logits.shape[:2].numel()
-        selected = self.selection.tokens(count, len(logits), logits.device)
+        selected = rows.tokens(count, len(logits), logits.device)
         if selected is not None:
             mixed = torch.where(selected.view(*logits.shape[:2], 1), mixed, logits.to(mixed.dtype))
         output.logits = mixed
@@ -162,15 +170,16 @@ class HiddenHead(Head):
         hook: HiddenStateHook,
         index: TokenIndex,
         mixture: HeadMixture,
-        selection: RowSelection | None = None,
+        selection: Selection | None = None,
     ) -> None:
         mixture = mixture._replace(k=min(mixture.k, len(index)))
-        super().__init__(mixture, selection or RowSelection())
+        super().__init__(mixture, selection)
         self.hook = hook
         self.index = index
 
-    def install(self) -> list[RemovableHandle]:
-        return self.hook.install()
+    @property
+    def states(self) -> HiddenStateHook:
+        return self.hook
 
     def forget(self) -> None:
         self.hook.take_inputs()
@@ -187,7 +196,7 @@ def make_head(
     hooks: Sequence[RecallHook],
     memory: RoutingMemory,
     config: RoutingConfig,
-    selection: RowSelection | None = None,
+    selection: Selection | None = None,
 ) -> list[Head]:
     """Make the head that `config` names, for the rows of `selection`; an empty list if it has none.
 
@@ -218,23 +227,50 @@ def make_head(
     return [HiddenHead(hook, index, HeadMixture.of(head, gamma), selection)]
 
 
-def install_heads(model: nn.Module, heads: Sequence[Head]) -> list[RemovableHandle]:
-    """Run the heads, one after the other, when the model has run."""
-    if not heads:
-        return []
+class HeadHooks(NotCopied):
+    """Runs the heads, one after the other, when the model has run.
 
-    def before(module: nn.Module, args: tuple[Any, ...]) -> None:
-        for head in heads:
+    Args:
+        model: The model.
+        heads: Its heads.
+        forward_pass: The pass that the heads' memories are attached to, which ends with them.
+    """
+
+    def __init__(
+        self, model: nn.Module, heads: Sequence[Head], forward_pass: ForwardPass | None = None
+    ) -> None:
+        self.heads = heads
+        self._whole = unwrap(model)
+        self._pass = forward_pass
+        if forward_pass is not None:
+            forward_pass.ends_later = True
+
+    def install(self) -> list[RemovableHandle]:
+        """Put the hooks on the model and on its output embedding."""
+        return [
+            *(handle for hook in self.states() for handle in hook.install()),
+            self._whole.register_forward_pre_hook(self.before),
+            self._whole.register_forward_hook(self.after, with_kwargs=True),
+        ]
+
+    def states(self) -> list[HiddenStateHook]:
+        """Return the hooks on the output embedding."""
+        return [head.states for head in self.heads if head.states is not None]
+
+    def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Forget what an earlier run has left."""
+        for head in self.heads:
             head.forget()
 
-    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        for head in heads:
+    # A hook that another thread is just removing may be called without its last argument.
+    def after(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any = None
+    ) -> Any:
+        """Mix next tokens into the logits."""
+        if output is None or (self._pass is not None and not self._pass.active()):
+            return None
+        for head in self.heads:
             head.on_output(output, kwargs.get("logits_to_keep", 0))
+        if self._pass is not None and not torch.compiler.is_compiling():
+            self._pass.end()
         return output
-
-    whole = unwrap(model)
-    return [
-        *(handle for head in heads for handle in head.install()),
-        whole.register_forward_pre_hook(before),
-        whole.register_forward_hook(after, with_kwargs=True),
-    ]

@@ -7,26 +7,30 @@
             model.generate(**batch)
 
 Each has its own γ, widths, index and layers. A row is routed by its own memory and by no other, or
-by the model alone. Knows handles and hooks; nothing of how a memory works.
+by the model alone. A choice belongs to the thread or asyncio task that made it. Knows handles and
+hooks; nothing of how a memory works.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from knn_moe.config import RoutingConfig
 from knn_moe.errors import AttachError, ConfigError
 from knn_moe.inference.attach import Handle, check_free, make_recall_hook, routers_for
-from knn_moe.inference.hooks import HookStack, LayerStats, RecallHook, RowSelection, TokenMask
-from knn_moe.inference.language_head import Head, install_heads, make_head
+from knn_moe.inference.forward_pass import ForwardPass, Rows
+from knn_moe.inference.hooks import HookStack, LayerStats, RecallHook, Selection
+from knn_moe.inference.language_head import Head, HeadHooks, make_head
 from knn_moe.memory.memory import RoutingMemory
 from knn_moe.routers.find import find_routers
-from knn_moe.routers.model_state import forget_compiled_graphs
 from knn_moe.support.registry import unknown_name
 
 
@@ -58,11 +62,24 @@ def attach_all(
     if unknown:
         raise ConfigError(unknown_name("memory in configs", unknown[0], memories))
     check_free(model)
-    return Memories(model, memories, configs, force=force)
+    return Memories(model, memories, configs, force=force).installed()
+
+
+@dataclass(eq=False)
+class _Choice:
+    """The rows that use each memory inside a `using`."""
+
+    handle: Memories
+    rows: Mapping[str, Rows]
+    outer: _Choice | None  # the one around it
+    ended: bool = False  # a task that was started inside may outlive it
+
+
+_CHOICE: Final[ContextVar[_Choice | None]] = ContextVar("knn_moe_choice", default=None)
 
 
 class Memories(Handle):
-    """The handle of several attached memories. It attaches on creation; `detach` undoes that."""
+    """The handle of several attached memories. `installed` attaches them; `detach` undoes that."""
 
     def __init__(
         self,
@@ -73,44 +90,58 @@ class Memories(Handle):
         force: bool,
     ) -> None:
         self.memories = dict(memories)
-        self._mask = TokenMask(model, find_routers(model))
-        self._selections = {name: RowSelection(empty=True) for name in memories}
-        self._chosen: str | list[str | None] | None = None
+        self._model = model
+        self._thread = threading.get_ident()
+        self._unused = {name: Rows(torch.zeros(1, dtype=torch.bool)) for name in memories}
+        self._pass = ForwardPass(model, find_routers(model), self._chosen_rows)
+        self._selections = {name: Selection(self._pass, name) for name in memories}
         self._hooks: dict[str, list[RecallHook]] = {}
-        self._heads: list[Head] = []
+        heads: list[Head] = []
         for name, memory in memories.items():
             config = configs.get(name, memory.routing)
             routers = routers_for(model, memory, config, force=force)
             self._hooks[name] = [
-                make_recall_hook(router, memory, config, self._mask, self._selections[name])
+                make_recall_hook(router, memory, config, self._pass, self._selections[name])
                 for router in routers
                 if len(memory)
             ]
-            self._heads += make_head(
-                model, self._hooks[name], memory, config, self._selections[name]
-            )
-        forget_compiled_graphs()
-        self._handles = self._install() + install_heads(model, self._heads)
+            heads += make_head(model, self._hooks[name], memory, config, self._selections[name])
+        self._heads = HeadHooks(model, heads, self._pass) if heads else None
+        self._parts = [*self._stacks(), *([self._heads] if self._heads else []), self._pass]
 
-    def _install(self) -> list[RemovableHandle]:
+    def _stacks(self) -> list[HookStack]:
         by_router: dict[str, list[RecallHook]] = {}
         for hook in self.recall_hooks():
             by_router.setdefault(hook.router.name, []).append(hook)
-        handles = [handle for hooks in by_router.values() for handle in HookStack(hooks).install()]
-        handles.append(self._mask.stack.register_forward_pre_hook(self._before))
-        return handles + self._mask.install(self._check_called)
+        return [HookStack(hooks, self._pass) for hooks in by_router.values()]
 
     def recall_hooks(self) -> list[RecallHook]:
         return [hook for hooks in self._hooks.values() for hook in hooks]
 
-    def _before(self, module: nn.Module, args: object) -> None:
-        """Remember which memories some row of this run uses."""
-        for selection in self._selections.values():
-            selection.used |= not selection.empty
+    def _chosen_rows(self) -> Mapping[str, Rows]:
+        """Return the rows of each memory in this thread or task.
+
+        Raises:
+            AttachError: Nothing was chosen here.
+        """
+        choice = _CHOICE.get()
+        while choice is not None and choice.handle is not self:
+            choice = choice.outer
+        if choice is None and threading.get_ident() == self._thread:
+            return self._unused
+        if choice is None or choice.ended:
+            raise AttachError(
+                "No memory is chosen in this thread or task. A choice holds only where it was "
+                "made: enter routing.using(…) in the thread that calls the model, with None for "
+                "the model alone."
+            )
+        for name, rows in choice.rows.items():
+            self._selections[name].used |= not rows.empty
+        return choice.rows
 
     @contextmanager
     def using(self, choice: str | Sequence[str | None] | None) -> Iterator[None]:
-        """Choose the memory that rows use inside.
+        """Choose the memory that rows use inside, in this thread (or asyncio task) alone.
 
         Args:
             choice: The name of a memory for all rows, or a name or None for each row. None: the
@@ -120,7 +151,7 @@ class Memories(Handle):
             AttachError: The memories are detached.
             ConfigError: There is no memory of such a name.
         """
-        if not self._handles:
+        if not self._attached:
             raise AttachError("The memories are detached. Attach them again to use one.")
         names = [choice] if choice is None or isinstance(choice, str) else list(choice)
         if not names:
@@ -128,18 +159,17 @@ class Memories(Handle):
         for name in names:
             if name is not None and name not in self.memories:
                 raise ConfigError(unknown_name("memory", name, self.memories))
-        before = self._chosen
-        self._choose(choice if choice is None or isinstance(choice, str) else names)
+        rows = {
+            known: Rows(torch.tensor([one == known for one in names])) for known in self.memories
+        }
+        chosen = _Choice(self, rows, _CHOICE.get())
         try:
+            _CHOICE.set(chosen)
             yield
         finally:
-            self._choose(before)
-
-    def _choose(self, choice: str | list[str | None] | None) -> None:
-        self._chosen = choice
-        names = choice if isinstance(choice, list) else [choice]
-        for name, selection in self._selections.items():
-            selection.choose(torch.tensor([one == name for one in names]))
+            chosen.ended = True
+            if _CHOICE.get() is chosen:
+                _CHOICE.set(chosen.outer)
 
     def stats(self) -> dict[str, dict[int, LayerStats]]:
         """Return the stats of each memory by layer, over the rows that used it."""
@@ -149,5 +179,5 @@ class Memories(Handle):
         }
 
     def __repr__(self) -> str:
-        state = "attached" if self._handles else "detached"
+        state = "attached" if self._attached else "detached"
         return f"Memories({state}, {', '.join(self.memories)})"

@@ -26,13 +26,13 @@ from knn_moe.equations.next_token import KS, WEIGHTS, likeliest_mixture
 from knn_moe.errors import ConfigError, ReferenceSetError
 from knn_moe.index import IndexConfig, build_index
 from knn_moe.inference.hidden_states import HiddenStateHook, iter_hidden_states
-from knn_moe.inference.language_head import HeadMixture, HiddenHead, install_heads
+from knn_moe.inference.language_head import HeadHooks, HeadMixture, HiddenHead
 from knn_moe.methods.knn_moe import prepare_knn
 from knn_moe.methods.method import Method
 from knn_moe.methods.task_context import TaskContext
 from knn_moe.recall.next_token import TokenIndex
 from knn_moe.reference.windows import ReferenceTokens
-from knn_moe.routers.model_state import forget_compiled_graphs, uncompiled
+from knn_moe.routers.model_state import forget_compiled_graphs, install_hooks, uncompiled
 from knn_moe.support.progress import Progress
 
 _HELD_OUT: Final = 0.15  # share of the examples on which K, λ and T are chosen
@@ -189,14 +189,10 @@ class KnnLm(Method):
                 f"k, weight and temperature must be given or chosen, got {self.config}."
             )
         mixture = HeadMixture(k, weight, temperature)
-        heads = [HiddenHead(HiddenStateHook(model), self.index, mixture)] if weight else []
+        head = HiddenHead(HiddenStateHook(model), self.index, mixture)
         forget_compiled_graphs()
-        handles = install_heads(model, heads)
-        try:
+        with install_hooks([HeadHooks(model, [head])] if weight else []):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from knn_moe.errors import UnsupportedModelError
 from knn_moe.routers.find import Router, block_of
 from knn_moe.routers.grouped_experts import each_expert, runs_grouped
-from knn_moe.routers.intercept import Callback, ReplaceLogits, RouterHook
+from knn_moe.routers.intercept import Callback, RouterHook, Watch, run_router
 
 _TOGETHER: Final = 1 << 26  # tokens × experts × width that run together
 
@@ -49,6 +49,19 @@ class ChooseAll(TorchFunctionMode):
             elif options.get("k") == self.router.top_k:
                 options["k"] = self.router.num_experts
         return func(*args, **options)
+
+
+def _choose_all(
+    router: Router, logits: Tensor | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Return what the router returns for `logits` if it chooses all experts. Shape [T, N]."""
+    mode = ChooseAll(router)
+    # Not `with mode:`, whose Python code an interrupt may end with the mode still active.
+    try:
+        torch._C._push_on_torch_function_stack(mode)
+        return run_router(router, lambda _, own: own if logits is None else logits, args, kwargs)
+    finally:
+        torch._C._pop_torch_function_stack()
 
 
 class StraightThrough(torch.autograd.Function):
@@ -121,29 +134,23 @@ class DenseGradientHook(RouterHook):
     """
 
     def __init__(self, model: nn.Module, router: Router, callback: Callback) -> None:
-        super().__init__(router, self.replace)
-        self.wanted = callback
-        self.replaced = torch.empty(0)
+        super().__init__(router, callback)
         experts = getattr(block_of(model, router.name), "experts", None)
         if not isinstance(experts, nn.Module):
             raise _unsupported(router)
         self.experts = Experts(experts, router.num_experts)
         self.all_experts: tuple[Tensor, Tensor] | None = None
 
-    def replace(self, inputs: Tensor, logits: Tensor) -> Tensor:
-        """Return the logits to use, and keep them: all experts are weighed by the same."""
-        self.replaced = self.wanted(inputs, logits)
-        return self.replaced
-
-    def after(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    def finish(
+        self,
+        watch: Watch,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
     ) -> Any:
-        super().after(module, args, kwargs, output)
-        logits, self.replaced = self.replaced, torch.empty(0)
-        if output is None:
-            return None
-        with ReplaceLogits(self.router, lambda *own: logits), ChooseAll(self.router):
-            of_all = module.forward(*args, **kwargs)
+        """Weigh all experts by the same logits; the router's own output gets no gradient."""
+        of_all = _choose_all(self.router, watch.logits, args, kwargs)
         index, weight = self._find_choice(output)
         self.all_experts = of_all[index], of_all[weight]
         return tuple(part.detach() if isinstance(part, Tensor) else part for part in output)

@@ -1,27 +1,29 @@
 """Record and replace a router's logits while its own forward does the gating (π, §3).
 
-A router computes logits = F.linear(x, W) and then gates them in its family's way. During that
-forward a torch-function mode hands (x, logits) to a callback and replaces the logits by what the
-callback returns. No gating is written here, no module is replaced, and a callback that returns the
-logits it was given leaves the model's output as it is, bit for bit.
+A router computes logits = F.linear(x, W) and then gates them in its family's way. Its input is
+handed to it as a `Watched` tensor, which passes what is computed from it to a `Watch`, up to that
+linear map. The watch hands (x, logits) to a callback and replaces the logits by what the callback
+returns. No gating is written here, no module is replaced, and a callback that returns the logits
+it was given leaves the model's output as it is, bit for bit.
 
-Knows hooks and modes; knows nothing of memories or gradients.
+All that a call needs hangs on its own input: there is nothing to take back after an exception or
+an interrupt, and threads do not meet.
+
+Knows hooks and tensors; knows nothing of memories or gradients.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NoReturn, SupportsIndex, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from knn_moe.errors import UnsupportedModelError
+from knn_moe.errors import AttachError, UnsupportedModelError
 from knn_moe.routers.find import Router
 
 _TRIALS: Final = 64  # random rows of logits that show how a router chooses
@@ -29,102 +31,145 @@ _TRIALS: Final = 64  # random rows of logits that show how a router chooses
 Callback: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
-class ReplaceLogits(TorchFunctionMode):
-    """While active, pass the result of the router's linear map through a callback.
+class Watched(Tensor):
+    """A tensor whose torch functions go through its watch. It shares its data with `plain`."""
+
+    plain: Tensor
+    watch: Watch
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        watch = find_watch((*args, *kwargs.values()) if kwargs else args)
+        args = tuple([plain(value) for value in args])
+        kwargs = {name: plain(value) for name, value in kwargs.items()} if kwargs else {}
+        return func(*args, **kwargs) if watch is None else watch.run(func, args, kwargs)
+
+
+def plain(value: Any) -> Any:
+    """Return `value` without watches: a tensor, a list or tuple of them, or anything else."""
+    if isinstance(value, Watched):
+        return value.plain
+    if isinstance(value, list | tuple) and find_watch(value) is not None:
+        return type(value)([plain(part) for part in value])
+    return value
+
+
+def find_watch(values: Any) -> Watch | None:
+    """Return the watch of the first watched tensor among `values`, or in lists among them."""
+    for value in values:
+        if isinstance(value, Watched):
+            return value.watch
+        if isinstance(value, list | tuple):
+            found = find_watch(value)
+            if found is not None:
+                return found
+    return None
+
+
+class Watch:
+    """One call of a router, whose linear map's result goes through a callback.
 
     In a router's own forward this is the first F.linear. In the forward of a block that computes
     the logits itself, it is the F.linear with the router's weight.
 
     Args:
-        router: The router whose forward runs while this mode is active.
+        router: The router whose forward is called.
         callback: (inputs [T, d], logits [T, N]) → the logits to use [T, N].
-        stop_after: Intercept nothing after the linear map, for speed, if no other mode is active.
     """
 
-    def __init__(self, router: Router, callback: Callback, *, stop_after: bool = False) -> None:
+    def __init__(self, router: Router, callback: Callback) -> None:
         self.router = router
         self.callback = callback
-        self.by_weight = router.scope is not router.module
-        self.stop_after = stop_after and not self.by_weight
-        self.done = False
-        self._disabled: AbstractContextManager[None] | None = None
+        self.logits: Tensor | None = None  # [T, N], what the callback returned
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        result = func(*args, **kwargs) if kwargs else func(*args)
-        if self.done or func is not F.linear:
+    def over(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of the forward with their tensors watched."""
+        return (
+            tuple([self._over(plain(value)) for value in args]),
+            {name: self._over(plain(value)) for name, value in kwargs.items()},
+        )
+
+    def _over(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            watched = value.as_subclass(Watched)
+            watched.plain = value
+            watched.watch = self
+            return watched
+        if isinstance(value, tuple):
+            return type(value)([self._over(part) for part in value])
+        return value
+
+    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a torch function whose arguments were watched, and watch its result."""
+        result = func(*args, **kwargs)
+        if self.logits is not None:
             return result
-        if self.by_weight and args[1] is not self.router.weight:
-            return result
-        self.done = True
-        inputs = args[0]
-        flat = result.ndim == 2 and inputs.ndim == 2
-        if flat:
-            replaced = self.callback(inputs, result)
+        if func is F.linear and self._computes_logits(args):
+            return self._replace(args[0], result)
+        return self._over(result)
+
+    def _computes_logits(self, args: tuple[Any, ...]) -> bool:
+        return self.router.scope is self.router.module or args[1] is self.router.weight
+
+    def _replace(self, inputs: Tensor, result: Tensor) -> Tensor:
+        if result.ndim == 2 and inputs.ndim == 2:
+            replaced = self.logits = self.callback(inputs, result)
         else:
-            logits = result.reshape(-1, self.router.num_experts)
-            replaced = self.callback(inputs.reshape(-1, self.router.hidden_size), logits)
-            if replaced is logits:
-                replaced = result
-        if self.stop_after and not torch.compiler.is_compiling():
-            self._stop_intercepting(result)
-        if replaced is result or (flat and replaced.dtype == result.dtype):
-            return replaced
-        return replaced.to(result.dtype).reshape_as(result)
-
-    def _stop_intercepting(self, result: Tensor) -> None:
-        """Let the rest of the router's forward run at full speed, unless another mode is active."""
-        if type(result) is Tensor and torch._C._len_torch_function_stack() == 0:
-            self._disabled = torch._C.DisableTorchFunction()
-            self._disabled.__enter__()
-
-    def __exit__(self, *failure: Any) -> None:
-        if self._disabled is not None:
-            self._disabled.__exit__(*failure)
-        super().__exit__(*failure)  # type: ignore[no-untyped-call]
+            own = result.reshape(-1, self.router.num_experts)
+            self.logits = self.callback(inputs.reshape(-1, self.router.hidden_size), own)
+            replaced = result if self.logits is own else self.logits.reshape_as(result)
+        return replaced if replaced.dtype == result.dtype else replaced.to(result.dtype)
 
 
-class CallState:
-    """What a hook keeps between the beginning and the end of one call."""
-
-    mode: ReplaceLogits | None = None
-    step: Any = None  # what the callback leaves for the end of the call
-    inputs: Tensor | None = None  # [..., d], kept until the end of the model's forward if needed
-
-
-class _PerThread(threading.local):
-    def __init__(self) -> None:
-        self.state = CallState()
+def run_router(
+    router: Router, callback: Callback, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Return the output of the router's own forward on the logits that `callback` returns."""
+    args, options = Watch(router, callback).over(args, kwargs)
+    return plain(router.module.forward(*args, **options))
 
 
-class HookState:
-    """What a hook keeps: for each thread by itself, and for compiled calls together."""
+class NotCopied:
+    """Something on a model that cannot be copied or pickled with it."""
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise AttachError(
+            "A model with an attached memory cannot be copied, pickled or saved whole. Detach the "
+            "memory first, or save the weights alone (save_pretrained, state_dict)."
+        )
+
+
+class _Inputs(threading.local):
+    kept: Tensor | None = None
+
+
+class KeepsInputs(NotCopied):
+    """Keeps inputs [..., d] until the end of the model's forward, for each thread by itself."""
 
     def __init__(self) -> None:
-        self._threads = _PerThread()
-        self._compiled = CallState()
+        self._inputs = _Inputs()
 
-    @property
-    def state(self) -> CallState:
-        """The state of this thread's current call. Compiled calls share one of their own."""
-        return self._compiled if torch.compiler.is_compiling() else self._threads.state
+    def keep_inputs(self, inputs: Tensor) -> None:
+        """Keep the inputs of this call."""
+        self._inputs.kept = inputs.detach()
 
     def take_inputs(self) -> Tensor | None:
-        """Return the inputs that the last call kept, eager or compiled, and forget them."""
-        states = self.state, self._compiled
-        inputs = next((state.inputs for state in states if state.inputs is not None), None)
-        for state in states:
-            state.inputs = None
+        """Return the inputs that this thread's last call kept, and forget them."""
+        inputs = self._inputs.kept
+        self._inputs.kept = None
         return inputs
 
 
-class RouterHook(HookState):
-    """Two module hooks that keep `ReplaceLogits` active during one router's forward.
+class RouterHook(NotCopied):
+    """Two module hooks that watch one router's forward.
 
     Args:
         router: The router whose logits go through `callback`.
@@ -132,47 +177,88 @@ class RouterHook(HookState):
     """
 
     def __init__(self, router: Router, callback: Callback) -> None:
-        super().__init__()
         self.router = router
         self.callback = callback
 
-    def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Start intercepting."""
-        self.state.mode = mode = ReplaceLogits(self.router, self.callback, stop_after=True)
-        mode.__enter__()  # type: ignore[no-untyped-call]
+    @property
+    def closed(self) -> bool:
+        """Whether the hook leaves every call alone, until it is removed."""
+        return False
+
+    def watch(self) -> Watch | None:
+        """Return the watch over a call that begins; None: leave it alone."""
+        return Watch(self.router, self.callback)
+
+    # A hook that another thread is just removing may be called without its last argument.
+    def before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Hand the router a watched input."""
+        watch = None if kwargs is None else self.watch()
+        return None if watch is None or kwargs is None else watch.over(args, kwargs)
 
     def after(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
-        """Stop intercepting. Runs after a failure too, then with no output."""
-        state = self.state
-        mode, state.mode = state.mode, None
-        if mode is None:
-            return
-        mode.__exit__(None, None, None)
-        if output is not None and not mode.done:
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any = None
+    ) -> Any:
+        """Check that the logits went through the callback."""
+        watch = None if output is None else find_watch((*args, *kwargs.values()))
+        if watch is None:
+            return None
+        if not torch.compiler.is_compiling():
+            release((*args, *kwargs.values()))
+        if watch.logits is None:
             raise UnsupportedModelError(
                 f"Router {self.router.name!r} computed its logits without torch.nn.functional."
                 f"linear, so they cannot be replaced. If a fused kernel computes them, load the "
                 f"model without it (use_kernels=False)."
             )
+        return self.finish(watch, module, args, kwargs, plain(output))
+
+    def before_experts(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Hand the experts of a block that computes the logits itself plain tensors."""
+        if kwargs is None:
+            return None
+        return plain(args), {name: plain(value) for name, value in kwargs.items()}
+
+    def finish(
+        self,
+        watch: Watch,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+    ) -> Any:
+        """Return what the router returns: its output, unless a subclass has more to do."""
+        return output
 
     def install(self) -> list[RemovableHandle]:
         """Put the hooks on the module that computes the logits; its handles take them off."""
         scope = self.router.scope
-        return [
-            scope.register_forward_pre_hook(self.before, prepend=True),
-            scope.register_forward_hook(
-                self.after, prepend=True, with_kwargs=True, always_call=True
-            ),
+        handles = [
+            scope.register_forward_pre_hook(self.before, with_kwargs=True),
+            scope.register_forward_hook(self.after, prepend=True, with_kwargs=True),
         ]
+        experts = getattr(scope, "experts", None)
+        if scope is not self.router.module and isinstance(experts, nn.Module):
+            handles.append(experts.register_forward_pre_hook(self.before_experts, with_kwargs=True))
+        return handles
+
+
+def release(values: Iterable[Any]) -> None:
+    """Make plain tensors of watched ones, in place: other hooks of the module get them too."""
+    for value in values:
+        if isinstance(value, Watched):
+            value.__dict__.clear()
+            value.__class__ = Tensor  # type: ignore[assignment]
 
 
 def find_hook(router: Router) -> RouterHook | None:
     """Return this library's hook on the router, or None if it has none now."""
     for hook in router.scope._forward_pre_hooks.values():
         owner = getattr(hook, "__self__", None)
-        if isinstance(owner, RouterHook):
+        if isinstance(owner, RouterHook) and not owner.closed:
             return owner
     return None
 
@@ -193,8 +279,7 @@ def chooses_top_logits(router: Router) -> bool:
     inputs = torch.zeros(_TRIALS, router.hidden_size, device=router.device)
     inputs = inputs.to(router.weight.dtype)
     try:
-        with ReplaceLogits(router, lambda _, own: trial.to(own.dtype)):
-            output = router.module.forward(inputs)
+        output = run_router(router, lambda _, own: trial.to(own.dtype), (inputs,), {})
     except (TypeError, ValueError, RuntimeError, IndexError, AttributeError):
         return False
     chosen = chosen_experts(router, output, torch.zeros_like(trial))

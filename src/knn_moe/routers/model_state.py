@@ -77,6 +77,21 @@ def install_hooks(hooks: Sequence[Installable]) -> Iterator[None]:
             handle.remove()
 
 
+def remove_hooks(model: nn.Module, owners: Sequence[object]) -> None:
+    """Remove the forward hooks of `model` that are methods of `owners`, however many there are.
+
+    Needs no handles: an interrupt may come between a hook's installation and its handle's return.
+    """
+    owned = {id(owner) for owner in owners}
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key, hook in list(hooks.items()):
+                if id(getattr(hook, "__self__", None)) in owned:
+                    hooks.pop(key, None)
+                    module._forward_pre_hooks_with_kwargs.pop(key, None)
+                    module._forward_hooks_with_kwargs.pop(key, None)
+
+
 @contextmanager
 def freeze(model: nn.Module) -> Iterator[None]:
     """Switch to evaluation mode without weight gradients, and back on the way out."""
