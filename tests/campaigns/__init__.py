@@ -14,4 +14,5 @@ CAMPAIGNS: Final[dict[str, int]] = {
     "mutants": 12_000,
     "endpoints": 400,
     "programs": 444,
+    "interrupts": 1000,
 }

@@ -213,7 +213,7 @@ def test_nothing_is_left_behind(zoo_memory: RoutingMemory, prompt: Tensor) -> No
     with attach(model, zoo_memory) as routing, torch.no_grad():
         cache = DynamicCache(config=model.config)
         model(prompt, past_key_values=cache)
-        held = routing._history._cache
+        held = routing._history._last.state.cache
         assert held is not None
         assert held() is cache
         del cache

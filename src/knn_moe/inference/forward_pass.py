@@ -8,6 +8,7 @@ interrupted pass leaves is replaced by the next one.
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -20,7 +21,7 @@ from knn_moe.errors import ConfigError
 from knn_moe.inference.caches import cache_length, find_cache
 from knn_moe.recall.layer import RouterCall
 from knn_moe.routers.find import Router
-from knn_moe.routers.intercept import NotCopied
+from knn_moe.routers.intercept import NotCopied, PerThread
 
 
 class Rows:
@@ -50,7 +51,7 @@ class Rows:
         return self._on[device].repeat_interleave(count // rows)
 
 
-class _Pass(threading.local):
+class _Pass:
     """What a thread knows of its pass."""
 
     mask: Tensor | None = None  # [B, T] bool, real tokens; None: all are, or nothing is known
@@ -79,15 +80,21 @@ class ForwardPass(NotCopied):
         choose: Callable[[], Mapping[str, Rows]] | None = None,
     ) -> None:
         self.stack = _decoder_stack(model, routers)
-        self.now = _Pass()
+        self._threads = PerThread(_Pass)
         self.finds_first = False  # whether a hook needs to know first tokens
         self.finished = Finished(routers[0].device if routers else torch.device("cpu"))
         self.ends_later = False  # whether `end` is called by another hook, after the stack's
+        self.used: dict[str, bool] = defaultdict(bool)  # whether a row ever used the memory
         self.closed = False  # whether passes that begin are left alone
         self._choose = choose
         self._on_first: Callable[[], None] = _nothing
         self._on_last: Callable[[], None] = _nothing
         self._running: dict[int, threading.Thread] = {}
+
+    @property
+    def now(self) -> _Pass:
+        """The pass that this thread is in."""
+        return self._threads.state
 
     def tell(self, on_first: Callable[[], None], on_last: Callable[[], None]) -> None:
         """Call `on_first` when the first pass has ended, and `on_last` when the last one has that
@@ -120,6 +127,8 @@ class ForwardPass(NotCopied):
         if output is None or not self.active():
             return
         now = self.now
+        for name, rows in (now.rows or {}).items():
+            self.used[name] |= not rows.empty
         now.mask = now.first = now.rows = None
         if not now.aside:
             self.finished.passes += 1

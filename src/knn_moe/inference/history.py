@@ -7,7 +7,6 @@ graph or a CUDA graph are not recorded, but counted. Each thread has its own his
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from transformers import Cache
 from knn_moe.errors import NothingReadError
 from knn_moe.inference.caches import cache_length, find_cache
 from knn_moe.inference.forward_pass import Finished, ForwardPass
-from knn_moe.routers.intercept import NotCopied
+from knn_moe.routers.intercept import NotCopied, PerThread
 
 _UNSEEN: Final = "The model continued from a cache whose tokens were not recorded"
 _WAY_OUT: Final = "Give explain the token ids: routing.explain(input_ids)"
@@ -37,7 +36,7 @@ class Step:
     length: int | Tensor
 
 
-class _Sequence(threading.local):
+class _Sequence:
     """The calls since a thread's model last began a sequence."""
 
     def __init__(self) -> None:
@@ -58,7 +57,7 @@ class TokenHistory(NotCopied):
 
     def __init__(self, forward_pass: ForwardPass) -> None:
         self.forward_pass = forward_pass
-        self._last = _Sequence()
+        self._last = PerThread(_Sequence)
         self._unrecorded = Finished(forward_pass.finished.passes.device)
 
     def install(self) -> list[RemovableHandle]:
@@ -76,7 +75,7 @@ class TokenHistory(NotCopied):
             self._unrecorded.passes += 1
             return
         ids = kwargs.get("input_ids", args[0] if args else None)
-        last = self._last
+        last = self._last.state
         if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.dtype.is_floating_point:
             last.forget("The model was given embeddings (inputs_embeds) instead of token ids")
             return
@@ -108,7 +107,7 @@ class TokenHistory(NotCopied):
         Raises:
             NothingReadError: It is not known what the model read.
         """
-        last = self._last
+        last = self._last.state
         if last.lost is not None:
             raise NothingReadError(f"{last.lost}. {_WAY_OUT}.")
         earlier = 0 if last.unrecorded is None else int(last.unrecorded)

@@ -81,8 +81,12 @@ class Selection:
 
     def __init__(self, now: ForwardPass, name: str | None = None) -> None:
         self.name = name
-        self.used = name is None  # whether the model ever ran with a row that uses the memory
         self._pass = now
+
+    @property
+    def used(self) -> bool:
+        """Whether the model ever ran with a row that uses the memory."""
+        return self.name is None or self._pass.used[self.name]
 
     def rows(self) -> Rows:
         """Return the rows of this thread's pass."""

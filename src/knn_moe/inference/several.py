@@ -135,8 +135,6 @@ class Memories(Handle):
                 "made: enter routing.using(…) in the thread that calls the model, with None for "
                 "the model alone."
             )
-        for name, rows in choice.rows.items():
-            self._selections[name].used |= not rows.empty
         return choice.rows
 
     @contextmanager

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, NoReturn, SupportsIndex, TypeAlias
+from typing import Any, Final, Generic, NoReturn, SupportsIndex, TypeAlias, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ from knn_moe.errors import AttachError, UnsupportedModelError
 from knn_moe.routers.find import Router
 
 _TRIALS: Final = 64  # random rows of logits that show how a router chooses
+State = TypeVar("State")
 # (router inputs [T, d], logits [T, N]) → logits to use [T, N]
 Callback: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
@@ -147,7 +148,14 @@ class NotCopied:
         )
 
 
-class _Inputs(threading.local):
+class PerThread(threading.local, Generic[State]):
+    """Something that each thread has its own of, as `state`."""
+
+    def __init__(self, make: Callable[[], State]) -> None:
+        self.state = make()
+
+
+class _Inputs:
     kept: Tensor | None = None
 
 
@@ -155,16 +163,16 @@ class KeepsInputs(NotCopied):
     """Keeps inputs [..., d] until the end of the model's forward, for each thread by itself."""
 
     def __init__(self) -> None:
-        self._inputs = _Inputs()
+        self._inputs = PerThread(_Inputs)
 
     def keep_inputs(self, inputs: Tensor) -> None:
         """Keep the inputs of this call."""
-        self._inputs.kept = inputs.detach()
+        self._inputs.state.kept = inputs.detach()
 
     def take_inputs(self) -> Tensor | None:
         """Return the inputs that this thread's last call kept, and forget them."""
-        inputs = self._inputs.kept
-        self._inputs.kept = None
+        state = self._inputs.state
+        inputs, state.kept = state.kept, None
         return inputs
 
 
