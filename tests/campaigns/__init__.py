@@ -15,4 +15,5 @@ CAMPAIGNS: Final[dict[str, int]] = {
     "endpoints": 400,
     "programs": 444,
     "interrupts": 1000,
+    "threads": 900,
 }

@@ -31,7 +31,7 @@ from knn_moe.memory.memory import RoutingMemory
 from knn_moe.reference.examples import Example, ExampleLike, iter_examples
 from knn_moe.reference.windows import Batch, ReferenceTokens, read_tokens
 from knn_moe.routers.find import Router, find_routers
-from knn_moe.routers.fingerprint import identify, identify_tokenizer
+from knn_moe.routers.fingerprint import identify, identify_tokenizer, sketch_weights
 from knn_moe.routers.grouped_experts import use_grouped_experts
 from knn_moe.routers.intercept import find_hook
 from knn_moe.routers.model_state import (
@@ -120,6 +120,7 @@ def build_to(
         tokenizer=identify_tokenizer(tokenizer),
         build=config,
         routing=config.routing(),
+        router_sketch=sketch_weights(routers),
     )
     shapes = {
         router.layer: LayerShape(router.hidden_size, router.num_experts, _key_dtype(model))

@@ -29,7 +29,7 @@ from knn_moe.memory.memory import RoutingMemory
 from knn_moe.recall.layer import LayerRecall, RouterCall, layer_gamma
 from knn_moe.recall.neighbours import Widths
 from knn_moe.routers.find import Router, find_routers
-from knn_moe.routers.fingerprint import identify
+from knn_moe.routers.fingerprint import identify, matches_sketch
 from knn_moe.routers.intercept import chooses_top_logits, find_hook
 from knn_moe.routers.model_state import (
     Installable,
@@ -333,8 +333,11 @@ class Routing(Handle):
 
 def check_belongs(model: nn.Module, memory: RoutingMemory) -> None:
     """Raise MemoryMismatchError if `memory` was built for another model."""
-    identity = identify(model, find_routers(model))
-    if identity.fingerprint != memory.base_model.fingerprint:
+    routers = find_routers(model)
+    identity = identify(model, routers)
+    if identity.fingerprint == memory.base_model.fingerprint:
+        return
+    if not matches_sketch(memory.manifest.router_sketch, routers):
         raise MemoryMismatchError(
             f"This memory was built for {memory.base_model}, and the model is {identity}. "
             f"Build one for this model. If you know that they belong together, force it "

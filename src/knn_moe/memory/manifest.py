@@ -32,6 +32,8 @@ class MemoryManifest:
     values_trained: bool = False  # a calibration fitted the values to all its examples
     # A control: K cases drawn at random, by this seed, stand in for the K nearest.
     random_seed: int | None = None
+    # Of the base model's router weights: tells it in every precision. Earlier memories have none.
+    router_sketch: Mapping[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON takes them."""

@@ -1,23 +1,30 @@
 """Identify the model and the tokenizer that a memory belongs to.
 
 A model's fingerprint is a hash of its router weights, rounded to bf16: a checkpoint has the same
-one in every precision.
+one in float32 and in bf16. float16 rounds otherwise, so a memory also has a sketch of the weights,
+from which the distance to a model's weights can be told.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from knn_moe.errors import UnsupportedModelError
 from knn_moe.routers.find import Router
 from knn_moe.routers.model_state import offload_hooks, unwrap
 from knn_moe.support.embedded_models import public_name
+
+_SUMS: Final = 32  # of a weight's sketch
+_TOLERANCE: Final = 2**-7  # of a weight's norm
 
 
 @dataclass(frozen=True)
@@ -55,12 +62,63 @@ def fingerprint(routers: list[Router]) -> str:
     digest = hashlib.sha256()
     for router in routers:
         digest.update(f"{router.layer} {router.num_experts} {router.hidden_size}\n".encode())
-        for name, parameter in sorted(router.module.named_parameters()):
-            if "lora_" in name:
-                continue
-            values = _materialise(router.module, name, parameter).detach().to("cpu", torch.bfloat16)
+        for weight in _weights(router):
+            values = weight.to("cpu", torch.bfloat16)
             digest.update(values.contiguous().view(torch.int16).numpy().tobytes())
     return digest.hexdigest()
+
+
+def sketch_weights(routers: list[Router]) -> dict[str, Any]:
+    """Return a sketch of the routers' weights, as JSON takes it.
+
+    For each weight it has 32 sums, each of every 32nd element with pseudo-random signs. The squared
+    differences of two sketches' sums add up to about the squared distance of the weights.
+    """
+    weights = [weight for router in routers for weight in _weights(router)]
+    sums = [[float(f"{value:.6g}") for value in _sketch(weight)] for weight in weights]
+    return {"dtype": _dtype(routers), "sums": sums}
+
+
+def matches_sketch(sketch: Mapping[str, Any] | None, routers: list[Router]) -> bool:
+    """Return whether the routers' weights are those of `sketch` in another precision.
+
+    Only float16 needs it: in other precisions the fingerprint tells, to the last bit. Every weight
+    must be nearer than 2⁻⁷ of its norm; rounding moves it by at most 2⁻⁸ of it. A weight that was
+    changed by less cannot be told from a rounded one.
+    """
+    if sketch is None or "float16" not in (sketch["dtype"], _dtype(routers)):
+        return False
+    weights = [weight for router in routers for weight in _weights(router)]
+    if len(weights) != len(sketch["sums"]):
+        return False
+    for weight, stored in zip(weights, sketch["sums"], strict=True):
+        distance = math.dist(_sketch(weight), stored)
+        if not distance <= _TOLERANCE * float(weight.double().norm()):
+            return False
+    return True
+
+
+def _weights(router: Router) -> Iterator[Tensor]:
+    """Yield the router's parameters but LoRA's, on any device."""
+    for name, parameter in sorted(router.module.named_parameters()):
+        if "lora_" not in name:
+            yield _materialise(router.module, name, parameter).detach()
+
+
+def _dtype(routers: list[Router]) -> str:
+    return str(routers[0].weight.dtype).removeprefix("torch.")
+
+
+def _sketch(weight: Tensor) -> list[float]:
+    """Return 32 signed sums of the elements."""
+    values = weight.to("cpu", torch.float64).flatten()
+    mixed = torch.arange(len(values)) * 0x9E3779B1 & 0xFFFFFFFF
+    for factor in (0x85EBCA6B, 0xC2B2AE35):  # MurmurHash3's mix: the same on every machine
+        mixed = (mixed ^ mixed >> 15) * factor & 0xFFFFFFFF
+    signed = torch.where((mixed >> 16) % 2 == 0, values, -values)
+    padding = -len(values) % _SUMS
+    sums: list[float] = F.pad(signed, (0, padding)).view(-1, _SUMS).sum(dim=0).tolist()
+    return sums
 
 
 def _materialise(module: nn.Module, name: str, parameter: Tensor) -> Tensor:
