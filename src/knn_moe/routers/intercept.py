@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from knn_moe.errors import AttachError, UnsupportedModelError
 from knn_moe.routers.find import Router
 
+_SEQUENCES: Final = (list, tuple)
 _TRIALS: Final = 64  # random rows of logits that show how a router chooses
 State = TypeVar("State")
 # (router inputs [T, d], logits [T, N]) → logits to use [T, N]
@@ -46,27 +47,37 @@ class Watched(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        watch = find_watch((*args, *kwargs.values()) if kwargs else args)
-        args = tuple([plain(value) for value in args])
-        kwargs = {name: plain(value) for name, value in kwargs.items()} if kwargs else {}
-        return func(*args, **kwargs) if watch is None else watch.run(func, args, kwargs)
+        watch = None
+        values = []
+        for value in args:  # spelled out: this runs several times in each call of a router
+            if type(value) is Watched:
+                watch, value = value.watch, value.plain
+            elif isinstance(value, _SEQUENCES):
+                watch, value = watch or find_watch(value), plain(value)
+            values.append(value)
+        if kwargs:
+            watch = watch or find_watch(kwargs.values())
+            kwargs = {name: plain(value) for name, value in kwargs.items()}
+        else:
+            kwargs = {}
+        return func(*values, **kwargs) if watch is None else watch.run(func, values, kwargs)
 
 
 def plain(value: Any) -> Any:
     """Return `value` without watches: a tensor, a list or tuple of them, or anything else."""
-    if isinstance(value, Watched):
+    if type(value) is Watched:
         return value.plain
-    if isinstance(value, list | tuple) and find_watch(value) is not None:
+    if isinstance(value, _SEQUENCES) and find_watch(value) is not None:
         return type(value)([plain(part) for part in value])
     return value
 
 
-def find_watch(values: Any) -> Watch | None:
+def find_watch(values: Iterable[Any]) -> Watch | None:
     """Return the watch of the first watched tensor among `values`, or in lists among them."""
     for value in values:
-        if isinstance(value, Watched):
+        if type(value) is Watched:
             return value.watch
-        if isinstance(value, list | tuple):
+        if isinstance(value, _SEQUENCES):
             found = find_watch(value)
             if found is not None:
                 return found
@@ -93,10 +104,8 @@ class Watch:
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of the forward with their tensors watched."""
-        return (
-            tuple([self._over(plain(value)) for value in args]),
-            {name: self._over(plain(value)) for name, value in kwargs.items()},
-        )
+        watched = {name: self._over(plain(value)) for name, value in kwargs.items()}
+        return tuple([self._over(plain(value)) for value in args]), watched
 
     def _over(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -108,7 +117,7 @@ class Watch:
             return type(value)([self._over(part) for part in value])
         return value
 
-    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Call a torch function whose arguments were watched, and watch its result."""
         result = func(*args, **kwargs)
         if self.logits is not None:
@@ -117,7 +126,7 @@ class Watch:
             return self._replace(args[0], result)
         return self._over(result)
 
-    def _computes_logits(self, args: tuple[Any, ...]) -> bool:
+    def _computes_logits(self, args: list[Any]) -> bool:
         return self.router.scope is self.router.module or args[1] is self.router.weight
 
     def _replace(self, inputs: Tensor, result: Tensor) -> Tensor:

@@ -76,7 +76,7 @@ class _SubstituteInputs(Watch):
         super().__init__(router, lambda inputs, logits: logits)
         self.keys = keys
 
-    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
         if func is not F.linear:
             return super().run(func, args, kwargs)
         self.logits = func(self.keys.to(args[0].dtype), *args[1:], **kwargs)
