@@ -16,6 +16,7 @@ from knn_moe import RoutingConfig, RoutingMemory, attach, build_memory, find_rou
 from knn_moe.config import LayerRouting
 from knn_moe.errors import (
     ConfigError,
+    MemoryMismatchError,
 )
 
 
@@ -401,3 +402,16 @@ def test_two_models_at_once(
     with attach(one, zoo_memory), attach(other, second):
         other(prompt, use_cache=False)
         assert torch.equal(one(prompt, use_cache=False).logits, alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_memory_belongs_to_its_model_in_other_precisions(
+    dtype: torch.dtype, zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, prompt: torch.Tensor
+) -> None:
+    zoo_olmoe.to(dtype)
+    with torch.no_grad(), attach(zoo_olmoe, zoo_memory):
+        assert zoo_olmoe(prompt, use_cache=False).logits.isfinite().all()
+    with torch.no_grad():
+        find_routers(zoo_olmoe)[1].weight.mul_(1.1)
+    with pytest.raises(MemoryMismatchError):
+        attach(zoo_olmoe, zoo_memory)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch import nn
@@ -13,7 +15,12 @@ from knn_moe import find_routers
 from knn_moe.errors import UnsupportedModelError
 from knn_moe.routers import find as routers
 from knn_moe.routers.find import _find_declared, _find_named
-from knn_moe.routers.fingerprint import identify
+from knn_moe.routers.fingerprint import (
+    fingerprint,
+    identify,
+    matches_sketch,
+    sketch_weights,
+)
 
 
 def test_a_router_says_what_it_maps(zoo_olmoe: PreTrainedModel) -> None:
@@ -103,3 +110,39 @@ def test_the_fingerprint_is_of_the_weights(zoo_olmoe: PreTrainedModel) -> None:
     with torch.no_grad():
         find_routers(zoo_olmoe)[1].weight[0, 0] += 1
     assert identify(zoo_olmoe, find_routers(zoo_olmoe)).fingerprint != own.fingerprint
+
+
+@pytest.mark.parametrize("built_in", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("loaded_in", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("saved_in", [torch.float32, torch.bfloat16])
+def test_a_checkpoint_is_one_model_in_every_precision(
+    saved_in: torch.dtype, built_in: torch.dtype, loaded_in: torch.dtype
+) -> None:
+    routers = find_routers(family("olmoe").to(saved_in).to(built_in))
+    stored, sketch = fingerprint(routers), json.loads(json.dumps(sketch_weights(routers)))
+    loaded = find_routers(family("olmoe").to(saved_in).to(loaded_in))
+    assert fingerprint(loaded) == stored or matches_sketch(sketch, loaded)
+
+
+@pytest.mark.parametrize("change", ["another", "one weight", "one layer a little"])
+def test_other_weights_are_told_in_float16(change: str) -> None:
+    sketch = sketch_weights(find_routers(family("olmoe")))
+    model = family("olmoe")
+    last = find_routers(model)[-1].weight
+    with torch.no_grad():
+        if change == "another":
+            for router in find_routers(model):
+                router.weight.copy_(torch.randn_like(router.weight) * router.weight.std())
+        elif change == "one weight":
+            last[0, 0] += last.std()
+        else:
+            last += 0.02 * last.std() * torch.randn_like(last)
+    assert not matches_sketch(sketch, find_routers(model.to(torch.float16)))
+
+
+def test_the_sketch_is_for_float16_alone() -> None:
+    """In other precisions the fingerprint is exact, and a slightly tuned router is told."""
+    model = family("olmoe")
+    sketch = sketch_weights(find_routers(model))
+    assert not matches_sketch(sketch, find_routers(model))
+    assert not matches_sketch(None, find_routers(model.to(torch.float16)))
