@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from campaigns.tally import Tally
+
+_LONGEST: Final = 300  # seconds of a process; one that hangs is killed, which counts as a crash
 
 # Does what its argument, a trial's number, says. Returns its kind, and what went wrong or None.
 Trial = Callable[[int], tuple[str, str | None]]
@@ -23,7 +29,8 @@ def run_forked(tally: Tally, trial: Trial, numbers: Sequence[int], at_once: int 
     while left:
         outcomes, status = _fork(trial, left[:at_once])
         if status:
-            outcomes.append(("crash", f"trial {left[len(outcomes)]} ended with status {status}"))
+            number = left[min(len(outcomes), len(left) - 1)]
+            outcomes.append(("crash", f"trial {number} ended its process with status {status}"))
         for kind, failure in outcomes:
             if failure is None:
                 tally.passed(kind)
@@ -35,7 +42,9 @@ def run_forked(tally: Tally, trial: Trial, numbers: Sequence[int], at_once: int 
 def _fork(trial: Trial, numbers: Sequence[int]) -> tuple[list[tuple[str, str | None]], int]:
     sys.stdout.flush()
     reading, writing = os.pipe()
-    child = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # other threads of ours hold no lock
+        child = os.fork()
     if child == 0:
         status = 1
         try:
@@ -53,6 +62,9 @@ def _fork(trial: Trial, numbers: Sequence[int]) -> tuple[list[tuple[str, str | N
         finally:
             os._exit(status)
     os.close(writing)
+    overdue = threading.Timer(_LONGEST, os.kill, (child, signal.SIGKILL))
+    overdue.start()
     with os.fdopen(reading) as lines:
         outcomes = [tuple(json.loads(line)) for line in lines]
+    overdue.cancel()
     return outcomes, os.waitpid(child, 0)[1]  # type: ignore[return-value]

@@ -67,6 +67,7 @@ class Interrupt:
         self.problem: str | None = None  # what is wrong while it is
 
     def __call__(self, operation: Callable[[], object]) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
         began = time.perf_counter()
         try:
