@@ -6,6 +6,7 @@ import importlib
 from pathlib import Path
 
 import pytest
+
 from campaigns import CAMPAIGNS
 
 # Faults of the short form, where they are not 20.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from torch import nn
@@ -119,7 +117,7 @@ def test_a_checkpoint_is_one_model_in_every_precision(
     saved_in: torch.dtype, built_in: torch.dtype, loaded_in: torch.dtype
 ) -> None:
     routers = find_routers(family("olmoe").to(saved_in).to(built_in))
-    stored, sketch = fingerprint(routers), json.loads(json.dumps(sketch_weights(routers)))
+    stored, sketch = fingerprint(routers), sketch_weights(routers)
     loaded = find_routers(family("olmoe").to(saved_in).to(loaded_in))
     assert fingerprint(loaded) == stored or matches_sketch(sketch, loaded)
 

@@ -335,9 +335,8 @@ def check_belongs(model: nn.Module, memory: RoutingMemory) -> None:
     """Raise MemoryMismatchError if `memory` was built for another model."""
     routers = find_routers(model)
     identity = identify(model, routers)
-    if identity.fingerprint == memory.base_model.fingerprint:
-        return
-    if not matches_sketch(memory.manifest.router_sketch, routers):
+    same = identity.fingerprint == memory.base_model.fingerprint
+    if not same and not matches_sketch(memory.manifest.router_sketch, routers):
         raise MemoryMismatchError(
             f"This memory was built for {memory.base_model}, and the model is {identity}. "
             f"Build one for this model. If you know that they belong together, force it "

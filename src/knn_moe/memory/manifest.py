@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from knn_moe.config import PRESETS, BuildConfig, RoutingConfig, as_json
 from knn_moe.memory.schema import read_fields, read_value
-from knn_moe.routers.fingerprint import ModelIdentity
+from knn_moe.routers.fingerprint import ModelIdentity, RouterSketch
 
 BY_CHANCE: Final = "chance"  # how cases are pruned that no example chose
 # Fields of a routing config that formats 3 and 4 name otherwise.
@@ -33,7 +33,7 @@ class MemoryManifest:
     # A control: K cases drawn at random, by this seed, stand in for the K nearest.
     random_seed: int | None = None
     # Of the base model's router weights: tells it in every precision. Earlier memories have none.
-    router_sketch: Mapping[str, Any] | None = None
+    router_sketch: RouterSketch | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON takes them."""

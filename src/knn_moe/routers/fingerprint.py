@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -38,6 +38,14 @@ class ModelIdentity:
 
     def __str__(self) -> str:
         return f"{self.name!r} ({self.architecture}, routers {self.fingerprint[:12]})"
+
+
+@dataclass(frozen=True)
+class RouterSketch:
+    """Sums of the routers' weights, one row for each weight, and the precision they were in."""
+
+    dtype: str
+    sums: tuple[tuple[float, ...], ...]
 
 
 def identify(model: nn.Module, routers: list[Router]) -> ModelIdentity:
@@ -68,30 +76,30 @@ def fingerprint(routers: list[Router]) -> str:
     return digest.hexdigest()
 
 
-def sketch_weights(routers: list[Router]) -> dict[str, Any]:
-    """Return a sketch of the routers' weights, as JSON takes it.
+def sketch_weights(routers: list[Router]) -> RouterSketch:
+    """Return a sketch of the routers' weights.
 
     For each weight it has 32 sums, each of every 32nd element with pseudo-random signs. The squared
     differences of two sketches' sums add up to about the squared distance of the weights.
     """
     weights = [weight for router in routers for weight in _weights(router)]
-    sums = [[float(f"{value:.6g}") for value in _sketch(weight)] for weight in weights]
-    return {"dtype": _dtype(routers), "sums": sums}
+    rounded = (tuple(float(f"{x:.6g}") for x in _sketch(weight)) for weight in weights)
+    return RouterSketch(_dtype(routers), tuple(rounded))
 
 
-def matches_sketch(sketch: Mapping[str, Any] | None, routers: list[Router]) -> bool:
+def matches_sketch(sketch: RouterSketch | None, routers: list[Router]) -> bool:
     """Return whether the routers' weights are those of `sketch` in another precision.
 
     Only float16 needs it: in other precisions the fingerprint tells, to the last bit. Every weight
     must be nearer than 2⁻⁷ of its norm; rounding moves it by at most 2⁻⁸ of it. A weight that was
     changed by less cannot be told from a rounded one.
     """
-    if sketch is None or "float16" not in (sketch["dtype"], _dtype(routers)):
+    if sketch is None or "float16" not in (sketch.dtype, _dtype(routers)):
         return False
     weights = [weight for router in routers for weight in _weights(router)]
-    if len(weights) != len(sketch["sums"]):
+    if len(weights) != len(sketch.sums) or any(len(row) != _SUMS for row in sketch.sums):
         return False
-    for weight, stored in zip(weights, sketch["sums"], strict=True):
+    for weight, stored in zip(weights, sketch.sums, strict=True):
         distance = math.dist(_sketch(weight), stored)
         if not distance <= _TOLERANCE * float(weight.double().norm()):
             return False
