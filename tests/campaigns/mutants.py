@@ -3,7 +3,7 @@
 Every mutation is tried twice: as it is, and resealed as a forger would. Mutants run in forked
 children, so that a crash or a hang is counted and does not end the campaign. A mutant passes if it
 ends in a `KnnMoeError`, or runs on the model with finite logits; if it was not resealed and its
-checksums were compared, it must also be what it was before.
+checksums were compared, it must also be what it was before. A file elsewhere is never read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from campaigns.mutate import mutate, reseal
+from campaigns.mutate import OUTSIDE, mutate, reseal
 from campaigns.tally import Tally
 from helpers.zoo import BUILD, VOCABULARY, family, make_texts
 from knn_moe import HeadConfig, IndexConfig, RoutingConfig, RoutingMemory, attach, build_memory
@@ -167,6 +167,8 @@ def _try(number: int, seed: int, bases: Mapping[str, Path], scratch: Path) -> It
         memory = RoutingMemory.from_pretrained(area / "memory", verify=verify)
         if not forged and verify and _meaning(memory) != _meaning_of(bases[name]):
             words = "it loads unsealed with another meaning"
+        elif kind == OUTSIDE:
+            words = "it reads a file that is not in its folder"
         elif not _gives_finite_logits(memory):
             words = "its logits are not finite"
     except KnnMoeError:

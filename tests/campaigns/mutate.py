@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 CONFIG: Final = "memory_config.json"
+OUTSIDE: Final = "file name"  # the kind of change after which a file is not in its folder
 _HOSTILE_TEXTS: Final = (
     "", "\0", "../x", "/etc/passwd", "a/b", "\ud800", "[red]x[/]", "\x1b[2J", "x" * 10_000,
     "exact", "fast", "ivfpq", "cosine", "float16", "nn", "..", "nan", "layer-000.safetensors",
@@ -46,7 +47,7 @@ def mutate(folder: Path, draw: random.Random) -> str:
             ("tensor", _change_tensor),
             ("numbers of a tensor", _change_numbers),
             ("header of a tensor file", _change_header),
-            ("file name", _change_place),
+            (OUTSIDE, _change_place),
         ],
         weights=[4, 8, 4, 1, 2, 6, 10, 3, 2],
     )[0]
