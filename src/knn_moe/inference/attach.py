@@ -185,6 +185,13 @@ class Handle:
             self._check_heads()
 
     def _remove(self) -> None:
+        try:
+            self._take_off()
+        except KeyboardInterrupt:
+            self._take_off()
+            raise
+
+    def _take_off(self) -> None:
         self._pass.close()
         if self._heads is not None:
             for hook in self._heads.states():

@@ -166,8 +166,7 @@ class Memories(Handle):
             yield
         finally:
             chosen.ended = True
-            if _CHOICE.get() is chosen:
-                _CHOICE.set(chosen.outer)
+            _CHOICE.set(chosen.outer)
 
     def stats(self) -> dict[str, dict[int, LayerStats]]:
         """Return the stats of each memory by layer, over the rows that used it."""
