@@ -113,7 +113,7 @@ class Watch:
             watched.plain = value
             watched.watch = self
             return watched
-        if isinstance(value, tuple):
+        if isinstance(value, tuple) and not isinstance(value, torch.Size):
             return type(value)([self._over(part) for part in value])
         return value
 
