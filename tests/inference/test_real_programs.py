@@ -17,7 +17,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from helpers.zoo import BUILD, make_texts
-from knn_moe import RoutingMemory, attach, attach_all, build_memory, find_routers
+from knn_moe import (
+    HeadConfig,
+    RoutingConfig,
+    RoutingMemory,
+    attach,
+    attach_all,
+    build_memory,
+    find_routers,
+)
 from knn_moe.errors import AttachError
 from knn_moe.inference.several import Memories
 
@@ -76,7 +84,7 @@ def routing(
     return attach_all(zoo_olmoe, {"one": zoo_memory, "other": other_memory})
 
 
-@pytest.mark.parametrize("where", ["router", "experts", "between"])
+@pytest.mark.parametrize("where", ["router", "experts", "between", "output"])
 def test_an_interrupted_pass_leaves_nothing(
     where: str, zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory
 ) -> None:
@@ -84,8 +92,9 @@ def test_an_interrupted_pass_leaves_nothing(
     with attach(zoo_olmoe, zoo_memory):
         recalled = read(zoo_olmoe)
     layer = zoo_olmoe.model.layers[1]
-    module = {"router": layer.mlp.gate, "experts": layer.mlp.experts, "between": layer.mlp}[where]
-    routing = attach(zoo_olmoe, zoo_memory)
+    modules = layer.mlp.gate, layer.mlp.experts, layer.mlp, zoo_olmoe.lm_head
+    module = dict(zip(("router", "experts", "between", "output"), modules, strict=True))[where]
+    routing = attach(zoo_olmoe, zoo_memory, RoutingConfig(head=HeadConfig(k=4, weight=0.3)))
     handle = module.register_forward_hook(lambda *_: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         read(zoo_olmoe)

@@ -210,7 +210,7 @@ class Handle:
 
     def _check_heads(self) -> None:
         heads = () if self._heads is None else self._heads.heads
-        if any(not head.ran and head.is_used() for head in heads):
+        if any(not head.called and head.is_used() for head in heads):
             raise RouterNotCalledError(
                 "The model ran without calling the memory's language-model head. Call the model "
                 "itself, not its forward or its decoder alone, or leave out head=."

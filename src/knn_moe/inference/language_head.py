@@ -57,7 +57,7 @@ class Head(nn.Module):
         super().__init__()
         self.mixture = mixture
         self.selection = selection  # None: all rows
-        self.ran = False
+        self.called = False  # whether the model that it belongs to was called
 
     @property
     def states(self) -> HiddenStateHook | None:
@@ -88,7 +88,6 @@ class Head(nn.Module):
 
     def on_output(self, output: Any, kept: Any) -> None:
         """Mix next tokens into the logits of `output`. `kept` is transformers' `logits_to_keep`."""
-        self.ran = True
         rows = ALL_ROWS if self.selection is None else self.selection.rows()
         if rows.empty:
             return
@@ -261,6 +260,7 @@ class HeadHooks(NotCopied):
         """Forget what an earlier run has left."""
         for head in self.heads:
             head.forget()
+            head.called = True
 
     # A hook that another thread is just removing may be called without its last argument.
     def after(
