@@ -151,6 +151,75 @@ def test_a_folder_of_the_users_is_not_taken_for_a_workspace(
     assert (mine / "thesis.tex").read_text() == "years of work"
 
 
+def test_a_folder_called_memory_in_it_is_the_users_unless_it_is_a_memory(
+    zoo_olmoe: PreTrainedModel, zoo_tokenizer: object, tmp_path: Path
+) -> None:
+    precious = tmp_path / "memory.partial" / "memory" / "precious.txt"
+    precious.parent.mkdir(parents=True)
+    precious.write_text("mine")
+    with pytest.raises(BuildError, match=r"holds 'precious\.txt'"):
+        build_memory(zoo_olmoe, zoo_tokenizer, TEXTS, folder=tmp_path / "memory")
+    assert precious.read_text() == "mine"
+
+
+def test_a_build_that_has_ended_leaves_the_next_one_alone(
+    zoo_olmoe: PreTrainedModel, zoo_tokenizer: object, tmp_path: Path
+) -> None:
+    target = tmp_path / "memory"
+    begun: list[Workspace] = []
+
+    def begin_another(progress: Progress) -> None:
+        if progress.stage == "sealing" and progress.done:
+            begun.append(Workspace(target, {}, overwrite=True))
+            (begun[0].root / "memory").mkdir()
+
+    build_memory(zoo_olmoe, zoo_tokenizer, TEXTS, CONFIG, folder=target, on_progress=begin_another)
+    assert (begun[0].root / "memory").is_dir()
+    begun[0].close()
+
+
+def test_the_journal_is_left_alone_unless_it_is_damaged(
+    interrupted: Path,
+    zoo_olmoe: PreTrainedModel,
+    zoo_tokenizer: object,
+) -> None:
+    journal = partial_folder(interrupted) / "journal.txt"
+    before = journal.stat().st_ino, journal.read_bytes()
+    with pytest.raises(KeyboardInterrupt):
+        build_memory(zoo_olmoe, zoo_tokenizer, TEXTS, CONFIG, folder=interrupted, on_progress=stop)
+    assert journal.stat().st_ino == before[0]
+    assert journal.read_bytes().startswith(before[1])
+
+
+@pytest.mark.parametrize("locks", ["files alone", "nothing"])
+def test_where_folders_cannot_be_locked_a_file_is(
+    locks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(folder: Path) -> int:
+        raise OSError(9, "Bad file descriptor")
+
+    monkeypatch.setattr("knn_moe.build.workspace.claim", refuse)
+    if locks == "nothing":
+        monkeypatch.setattr("knn_moe.build.workspace.claim_file", refuse)
+        with pytest.warns(UserWarning, match="cannot be locked"):
+            Workspace(tmp_path / "memory", {}).close()
+        return
+    with Workspace(tmp_path / "memory", {}), pytest.raises(BuildError, match="Another process"):
+        Workspace(tmp_path / "memory", {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_odd_names_are_refused_in_one_sentence(tmp_path: Path) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    (tmp_path / "m.partial").write_text("a file")
+    for name in ("/", str(loop), "a\0b", "a\udcff"):
+        with pytest.raises(MemoryFormatError, match="No memory can be written to"):
+            Workspace(Path(name), {})
+    with pytest.raises(BuildError, match="is a file"):
+        Workspace(tmp_path / "m", {})
+
+
 def test_a_build_that_was_killed_just_after_it_had_ended_is_found_done(
     zoo_olmoe: PreTrainedModel,
     zoo_tokenizer: object,

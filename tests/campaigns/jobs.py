@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -103,7 +104,7 @@ def make_jobs(inputs: Inputs) -> list[Job]:
         opened = RoutingMemory.from_pretrained(inputs.second)
         opened.save_pretrained(folder / "memory", overwrite=True)
 
-    def calibrated(folder: Path) -> None:
+    def calibrated(folder: Path, *, overwrite: bool = False) -> None:
         build_calibrated(
             inputs.network,
             inputs.tokenizer,
@@ -111,7 +112,10 @@ def make_jobs(inputs: Inputs) -> list[Job]:
             BuildConfig(batch_tokens=64),
             QUICK,
             folder=folder / "memory",
+            overwrite=overwrite,
         )
+
+    calibrated_over = partial(calibrated, overwrite=True)
 
     def uncalibrated(folder: Path) -> None:
         build = (inputs.network, inputs.tokenizer, inputs.sayings, BuildConfig())
@@ -133,6 +137,7 @@ def make_jobs(inputs: Inputs) -> list[Job]:
         Job("build --append in place", memory, command(*appended), command(*appended, "--resume")),
         repeated("build --append in place, repeated", *appended),
         Job("build_calibrated", nothing, calibrated, calibrated),
+        Job("build_calibrated(overwrite)", memory, calibrated_over, calibrated_over),
         Job("calibrate", uncalibrated, calibrate_it, calibrate_it),
         Job("save_pretrained(overwrite)", memory, save, save),
         repeated("merge in place", "merge", "@/memory", str(inputs.second), *in_place),

@@ -9,6 +9,7 @@ import pickle
 import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -105,6 +106,48 @@ def test_an_interrupted_pass_leaves_nothing(
     assert torch.equal(read(zoo_olmoe), base)
     with attach(zoo_olmoe, zoo_memory):
         assert torch.equal(read(zoo_olmoe), recalled)
+
+
+@pytest.mark.parametrize("where", ["experts", "output"])
+def test_a_pass_that_failed_in_a_living_thread_does_not_keep_hooks(
+    where: str, zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory
+) -> None:
+    hooks = hook_count(zoo_olmoe)
+    module = zoo_olmoe.lm_head if where == "output" else zoo_olmoe.model.layers[1].mlp.experts
+    routing = attach(zoo_olmoe, zoo_memory, RoutingConfig(head=HeadConfig(k=4, weight=0.3)))
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(zoo_olmoe.model, IDS).result()  # the stack alone, without the head
+        handle = module.register_forward_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            pool.submit(read, zoo_olmoe).result()
+        handle.remove()
+        routing.detach()
+        assert hook_count(zoo_olmoe) == hooks
+        copy.deepcopy(zoo_olmoe)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_a_block_called_by_itself_uses_the_choice_of_now(
+    error: type[BaseException], zoo_olmoe: PreTrainedModel, routing: Memories
+) -> None:
+    block, inputs = zoo_olmoe.model.layers[0].mlp, torch.randn(1, 5, zoo_olmoe.config.hidden_size)
+
+    def fail(*_: object) -> None:
+        raise error
+
+    with routing, torch.no_grad():
+        with routing.using("other"):
+            expected = block(inputs)
+        handle = zoo_olmoe.model.layers[1].register_forward_hook(fail)
+        with routing.using("one"), pytest.raises(error):
+            read(zoo_olmoe)
+        handle.remove()
+        with routing.using("other"):
+            assert torch.equal(block(inputs)[0], expected[0])
 
 
 def test_an_interrupted_attach_leaves_no_hook(

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -176,6 +177,9 @@ def test_a_failed_save_leaves_nothing(
     with pytest.raises(OSError, match="No space"):
         built.save_pretrained(tmp_path / "memory")
     assert list(tmp_path.iterdir()) == []
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # that of iterdir itself
+            assert not str(link.readlink()).startswith(str(tmp_path))
 
 
 def truncate(path: Path) -> None:

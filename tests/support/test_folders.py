@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,9 @@ from knn_moe.support.folders import (
     claim,
     make_scratch,
     put_in_place,
+    restore,
     scratch_beside,
+    sync,
 )
 
 
@@ -36,6 +41,44 @@ def test_a_folder_takes_the_place_of_another(
     assert (new / "file").read_text() == "old"
     put_in_place(new, tmp_path / "free")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["free", "old"]
+
+
+def test_a_kill_between_two_renames_is_undone_or_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folders, "_renameat2", lambda *_: False)
+    rename = Path.rename
+    for killed_after, kept in ((1, "old"), (2, "new")):
+        target, new = make(tmp_path / "memory", "old"), make(tmp_path / "new", "new")
+        renames = iter(range(killed_after))
+
+        def die(path: Path, to: Path, renames: Iterator[int] = renames) -> Path:
+            if next(renames, None) is None:
+                raise KeyboardInterrupt
+            return rename(path, to)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "rename", die)
+            with pytest.raises(KeyboardInterrupt):
+                put_in_place(new, target)
+        restore(target)
+        assert (target / "file").read_text() == kept
+        assert {path.name for path in tmp_path.iterdir()} <= {"memory", "new"}
+        for path in tmp_path.iterdir():
+            shutil.rmtree(path)
+
+
+def test_a_folder_that_cannot_be_synced_is_taken_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    sync(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="Invalid"):
+        sync(tmp_path / "file")
 
 
 def test_what_appears_under_a_free_name_is_not_replaced(

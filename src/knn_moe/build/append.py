@@ -66,7 +66,7 @@ def append(
         if not workspace.published:
             to = Destination(target=workspace.root / "new", part=True)
             cases = build_to(to, model, tokenizer, examples, config, on_progress)
-            memory.merge(cases, folder=workspace.root / "memory", overwrite=True)
+            memory.merge(cases, folder=workspace.free("memory"))
             workspace.publish(workspace.root / "memory")
         else:
             workspace.remove()

@@ -30,6 +30,7 @@ from knn_moe.memory.manifest import MemoryManifest
 from knn_moe.memory.writer import MemoryWriter
 from knn_moe.reference.provenance import Provenance
 from knn_moe.reference.windows import Batch
+from knn_moe.support.files import write_whole
 
 _LINE: Final = re.compile(rb"(\d{1,18})((?: [0-9a-f]{8})+)")
 
@@ -109,6 +110,8 @@ class BuildCheckpoint:
 
     def _forget_if_empty(self) -> None:
         """Remove the files of a build that has no batch to resume from."""
+        if self.workspace.closed:
+            return
         if not self.journal.exists() or not self.journal.stat().st_size:
             self.journal.unlink(missing_ok=True)
             shutil.rmtree(self.memory, ignore_errors=True)
@@ -145,7 +148,9 @@ def _read_journal(path: Path) -> dict[int, list[int]]:
             f"{str(path)!r} is damaged. The batches that it does not name are computed again.",
             stacklevel=4,
         )
-    path.write_bytes(b"".join(match.group() + b"\n" for match in matches))
+    whole = b"".join(match.group() + b"\n" for match in matches)
+    if whole != text:
+        write_whole(path, whole.decode("ascii"))
     return {
         int(match.group(1)): [int(crc, 16) for crc in match.group(2).split()] for match in matches
     }

@@ -20,21 +20,29 @@ from types import TracebackType
 from typing import Any, Final
 
 from knn_moe.errors import BuildError, MemoryFormatError
-from knn_moe.memory.files import publish, read_config, refuse_existing
+from knn_moe.memory.files import (
+    is_own_file,
+    publish,
+    read_config,
+    refuse_existing,
+    resolve_target,
+)
 from knn_moe.support.files import write_whole
-from knn_moe.support.folders import claim, scratch_beside, sweep, sync
+from knn_moe.support.folders import claim, claim_file, restore, scratch_beside, sweep, sync
 
 _PLAN: Final = "plan.json"
 _SEALED: Final = "sealed.json"
+_LOCK: Final = "lock"  # only on file systems that cannot lock a folder
+_EMPTY: Final = {_PLAN, _LOCK}  # what a folder holds from which nothing can be resumed
 _PARTS: Final = re.compile(
-    r"(plan|sealed)\.json(\.new)?|journal\.txt|memory|(new|choice-\d)(\.partial)?"
-    r"|\.memory\.knn-moe-scratch-.*"
+    r"(plan|sealed)\.json(\.new)?|journal\.txt(\.new)?|lock|memory|(new|choice-\d)(\.partial)?"
+    r"|\.(memory|new|choice-\d)\.knn-moe-(scratch-.*|retired)|done"
 )
 
 
 def partial_folder(target: Path) -> Path:
     """Return the folder that a memory called `target` is made in."""
-    target = target.resolve()
+    target = resolve_target(target)
     return target.with_name(f"{target.name}.partial")
 
 
@@ -61,7 +69,8 @@ class Workspace:
         overwrite: bool = False,
         durable: bool = True,
     ) -> None:
-        self.target, self.root = target.resolve(), partial_folder(target)
+        self.target, self.root = resolve_target(target), partial_folder(target)
+        restore(self.target)
         self.overwrite, self.durable = overwrite, durable
         self._lock: int | None = _lock(self.root)
         try:
@@ -75,7 +84,8 @@ class Workspace:
 
     def _begin(self, plan: Any) -> bool:
         """Write the plan, or compare it with that of the job to resume; return if it is new."""
-        if any(path.suffix != ".new" for path in self.root.iterdir()):
+        left = {path.name for path in self.root.iterdir()} - {f"{_PLAN}.new", _LOCK}
+        if left:
             try:
                 found = json.loads((self.root / _PLAN).read_text(encoding="utf8"))
             except (OSError, ValueError):
@@ -115,6 +125,16 @@ class Workspace:
         if not keep:
             self.remove()
 
+    def free(self, name: str) -> Path:
+        """Return a place in the folder, and remove what a killed job has left there."""
+        shutil.rmtree(self.root / name, ignore_errors=True)
+        return self.root / name
+
+    @property
+    def closed(self) -> bool:
+        """Whether the folder was released: another process may work in it."""
+        return self._lock is None
+
     def remove(self) -> None:
         """Remove the folder and all that is in it, at once for all who look for it."""
         with scratch_beside(self.target) as scratch:
@@ -125,7 +145,7 @@ class Workspace:
         """Release the folder, and remove it if it holds nothing to resume from."""
         if self._lock is None:
             return
-        if self.root.is_dir() and {path.name for path in self.root.iterdir()} <= {_PLAN}:
+        if self.root.is_dir() and {path.name for path in self.root.iterdir()} <= _EMPTY:
             shutil.rmtree(self.root, ignore_errors=True)
         os.close(self._lock)
         self._lock = None
@@ -154,7 +174,7 @@ def discard(target: Path) -> None:
     """
     root = partial_folder(target)
     if root.parent.is_dir():
-        sweep(root.parent, target.resolve().name)
+        sweep(root.parent, resolve_target(target).name)
     if root.exists():
         lock = _lock(root)
         try:
@@ -168,13 +188,15 @@ def _lock(root: Path) -> int:
     """Make `root` if there is none, and lock it.
 
     Raises:
-        BuildError: Another process has it.
+        BuildError: Another process has it, or it is a file.
     """
+    if root.exists() and not root.is_dir():
+        raise BuildError(f"{str(root)!r} is a file. Move it away, or choose another folder.")
     root.mkdir(parents=True, exist_ok=True)
     try:
         lock = claim(root)
-    except OSError:  # a file system without locks
-        return os.open(root, os.O_RDONLY)
+    except OSError:  # NFS, for example, locks files alone
+        lock = _lock_file(root)
     if lock is None:
         raise BuildError(
             f"Another process is working in {str(root)!r}. Wait for it, or choose another folder."
@@ -182,10 +204,22 @@ def _lock(root: Path) -> int:
     return lock
 
 
+def _lock_file(root: Path) -> int | None:
+    try:
+        return claim_file(root / _LOCK)
+    except OSError as error:
+        warnings.warn(
+            f"{str(root)!r} cannot be locked ({error.strerror}). Make sure that no other process "
+            f"builds to the same folder.",
+            stacklevel=6,
+        )
+        return os.open(root, os.O_RDONLY)
+
+
 def _refuse_strangers(root: Path) -> None:
     """Raise BuildError if the folder holds something that no build wrote."""
-    names = sorted(path.name for path in root.iterdir())
-    strangers = [name for name in names if not _PARTS.fullmatch(name)]
+    names = sorted(path.name for path in root.rglob("*"))
+    strangers = [name for name in names if not (_PARTS.fullmatch(name) or is_own_file(name))]
     if strangers:
         raise BuildError(
             f"{str(root)!r} holds {strangers[0]!r}, which is no part of a build. Move it away, or "

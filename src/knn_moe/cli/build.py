@@ -240,7 +240,7 @@ def _check_output(output: Path, *, overwrite: bool, resume: bool) -> None:
     from knn_moe.memory.files import refuse_existing
 
     partial = partial_folder(output)
-    if partial.exists() and not resume:
+    if partial.is_dir() and not resume:
         if not overwrite:
             raise BuildError(
                 f"{str(partial)!r} contains an unfinished build. Use --resume to continue it, or "

@@ -58,6 +58,7 @@ class _Pass:
     first: Tensor | None = None  # [B, T] bool, first tokens; None: none is
     batch = 0  # rows
     rows: Mapping[str, Rows] | None = None  # by memory; None: outside a pass
+    ends_later = False  # whether the whole model runs, and ends the pass after the decoder stack
     # Of this thread's passes, not only of this one:
     observer: Callable[[RouterCall], None] | None = None
     aside = False  # whether they are neither counted nor remembered
@@ -83,7 +84,6 @@ class ForwardPass(NotCopied):
         self._threads = PerThread(_Pass)
         self.finds_first = False  # whether a hook needs to know first tokens
         self.finished = Finished(routers[0].device if routers else torch.device("cpu"))
-        self.ends_later = False  # whether `end` is called by another hook, after the stack's
         self.used: dict[str, bool] = defaultdict(bool)  # whether a row ever used the memory
         self.closed = False  # whether passes that begin are left alone
         self._choose = choose
@@ -105,7 +105,7 @@ class ForwardPass(NotCopied):
         """Put hooks on the decoder stack."""
         return [
             self.stack.register_forward_pre_hook(self.before, with_kwargs=True),
-            self.stack.register_forward_hook(self.after, with_kwargs=True),
+            self.stack.register_forward_hook(self.after, with_kwargs=True, always_call=True),
         ]
 
     # A hook that another thread is just removing may be called without its last argument.
@@ -123,10 +123,15 @@ class ForwardPass(NotCopied):
         now.rows = None if self._choose is None else self._choose()
 
     def after(self, module: nn.Module, args: object, kwargs: object, output: Any = None) -> None:
-        """Forget it."""
-        if output is None or not self.active():
+        """Forget it. After an exception there is no output."""
+        if not self.active():
             return
         now = self.now
+        if output is None:
+            now.mask = now.first = now.rows = None
+            if not now.ends_later:
+                self.end()
+            return
         for name, rows in (now.rows or {}).items():
             self.used[name] |= not rows.empty
         now.mask = now.first = now.rows = None
@@ -136,7 +141,7 @@ class ForwardPass(NotCopied):
             if not self.finished.eagerly:
                 self.finished.eagerly = True
                 self._on_first()
-            if not self.ends_later:
+            if not now.ends_later:
                 self.end()
 
     def _begin(self) -> bool:
@@ -174,7 +179,9 @@ class ForwardPass(NotCopied):
     def rows(self, name: str) -> Rows:
         """Return the rows that use the memory `name`."""
         chosen = self.now.rows
-        if chosen is None and self._choose is not None:
+        # Compiled code reads the choice once; a pass that was interrupted may have left another.
+        read = chosen is not None and torch.compiler.is_compiling()
+        if not read and self._choose is not None:
             chosen = self._choose()
         return ALL_ROWS if chosen is None else chosen[name]
 

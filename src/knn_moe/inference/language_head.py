@@ -241,15 +241,13 @@ class HeadHooks(NotCopied):
         self.heads = heads
         self._whole = unwrap(model)
         self._pass = forward_pass
-        if forward_pass is not None:
-            forward_pass.ends_later = True
 
     def install(self) -> list[RemovableHandle]:
         """Put the hooks on the model and on its output embedding."""
         return [
             *(handle for hook in self.states() for handle in hook.install()),
             self._whole.register_forward_pre_hook(self.before),
-            self._whole.register_forward_hook(self.after, with_kwargs=True),
+            self._whole.register_forward_hook(self.after, with_kwargs=True, always_call=True),
         ]
 
     def states(self) -> list[HiddenStateHook]:
@@ -258,6 +256,8 @@ class HeadHooks(NotCopied):
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Forget what an earlier run has left."""
+        if self._pass is not None and not torch.compiler.is_compiling():
+            self._pass.now.ends_later = True
         for head in self.heads:
             head.forget()
             head.called = True
@@ -266,11 +266,14 @@ class HeadHooks(NotCopied):
     def after(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any = None
     ) -> Any:
-        """Mix next tokens into the logits."""
-        if output is None or (self._pass is not None and not self._pass.active()):
-            return None
-        for head in self.heads:
-            head.on_output(output, kwargs.get("logits_to_keep", 0))
-        if self._pass is not None and not torch.compiler.is_compiling():
-            self._pass.end()
-        return output
+        """Mix next tokens into the logits. After an exception there are none."""
+        active = self._pass is None or self._pass.active()
+        try:
+            if output is not None and active:
+                for head in self.heads:
+                    head.on_output(output, kwargs.get("logits_to_keep", 0))
+        finally:
+            if self._pass is not None and not torch.compiler.is_compiling():
+                self._pass.now.ends_later = False
+                self._pass.end()
+        return output if active else None

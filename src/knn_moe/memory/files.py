@@ -18,6 +18,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -97,9 +98,13 @@ class StreamedFile:
         self._begin = {name: start + len(header) for name, start in self._begin.items()}
         self.size = len(header) + place
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        os.ftruncate(self._descriptor, 0 if fresh else self.size)
-        os.ftruncate(self._descriptor, self.size)
-        os.pwrite(self._descriptor, header, 0)
+        try:
+            os.ftruncate(self._descriptor, 0 if fresh else self.size)
+            os.ftruncate(self._descriptor, self.size)
+            os.pwrite(self._descriptor, header, 0)
+        except BaseException:
+            self.close()
+            raise
 
     def write(self, name: str, rows: Tensor, spans: Iterable[Span]) -> int:
         """Put runs of `rows` in their places, and return the CRC-32 of what was written.
@@ -133,7 +138,7 @@ class StreamedFile:
 
     def sync(self) -> None:
         """Wait until all that was written is on disk."""
-        os.fdatasync(self._descriptor)
+        getattr(os, "fdatasync", os.fsync)(self._descriptor)  # macOS has fsync alone
 
     def close(self) -> None:
         os.close(self._descriptor)
@@ -282,6 +287,27 @@ def _check_inside(folder: Path, path: Path) -> None:
         )
 
 
+def is_own_file(name: str) -> bool:
+    """Tell whether a file of that name may be one of a memory's."""
+    return bool(_OWN_FILE.fullmatch(name))
+
+
+def resolve_target(folder: Path) -> Path:
+    """Return the real path of a folder to write to; a link is followed.
+
+    Raises:
+        MemoryFormatError: No memory can be there.
+    """
+    try:
+        target = folder.resolve()
+        str(target).encode("utf8")
+    except (ValueError, RuntimeError, OSError) as error:
+        raise MemoryFormatError(f"No memory can be written to {str(folder)!a}: {error}.") from None
+    if not target.name:
+        raise MemoryFormatError(f"No memory can be written to {str(folder)!r}: it has no name.")
+    return target
+
+
 def refuse_existing(folder: Path, *, overwrite: bool) -> None:
     """Raise MemoryFormatError if `folder` exists, unless it is a memory, and nothing else, to
     overwrite."""
@@ -293,17 +319,18 @@ def refuse_existing(folder: Path, *, overwrite: bool) -> None:
         )
     if not (folder / CONFIG_FILE).is_file():
         raise MemoryFormatError(f"{str(folder)!r} is not a memory and will not be overwritten.")
-    others = sorted(path.name for path in folder.iterdir() if not _OWN_FILE.fullmatch(path.name))
+    others = sorted(path.name for path in folder.iterdir() if not is_own_file(path.name))
     if others:
         raise MemoryFormatError(
             f"{str(folder)!r} holds {others[0]!r} beside a memory and will not be overwritten. "
             f"Move it away, or choose another folder."
         )
-    if Path.cwd().is_relative_to(folder.resolve()):
-        raise MemoryFormatError(
-            f"{str(folder)!r} is the current folder and will not be overwritten. Change to another "
-            f"folder first."
-        )
+    with suppress(FileNotFoundError):  # the current folder was deleted
+        if Path.cwd().is_relative_to(folder.resolve()):
+            raise MemoryFormatError(
+                f"{str(folder)!r} is the current folder and will not be overwritten. Change to "
+                f"another folder first."
+            )
 
 
 def publish(partial: Path, folder: Path, *, overwrite: bool, durable: bool = True) -> None:
@@ -320,7 +347,7 @@ def publish(partial: Path, folder: Path, *, overwrite: bool, durable: bool = Tru
     Raises:
         MemoryFormatError: As in `refuse_existing`.
     """
-    folder = folder.resolve()
+    folder = resolve_target(folder)
     refuse_existing(folder, overwrite=overwrite)
     if durable:
         sync_tree(partial)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -325,11 +326,13 @@ def _write(
 ) -> None:
     """Write the cases of `memories`, one after the other, as one memory; with `rows`, only those of
     a single memory. Without `gammas` they are estimated."""
-    folder = folder.resolve()
+    folder = files.resolve_target(folder)
     files.refuse_existing(folder, overwrite=overwrite)
     shapes = {index: layer.shape for index, layer in memories[0].full_layers().items()}
-    with scratch_beside(folder) as scratch:
-        writer = MemoryWriter(scratch, provenance, shapes)
+    with (
+        scratch_beside(folder) as scratch,
+        closing(MemoryWriter(scratch, provenance, shapes)) as writer,
+    ):
         row = 0
         for memory in memories:
             for index, layer in memory.full_layers().items():

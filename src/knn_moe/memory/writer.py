@@ -48,17 +48,18 @@ class MemoryWriter:
         self.layers = list(layers)
         files.write_tensors(partial / files.TOKENS_FILE, provenance.tensors())
         cases = len(provenance)
-        self._files = {
-            index: files.StreamedFile(
-                self._path(index),
-                {
+        self._files: dict[int, files.StreamedFile] = {}
+        try:
+            for index, shape in layers.items():
+                tensors = {
                     "keys": files.TensorPlan(shape.dtype, (cases, shape.hidden_size)),
                     "values": files.TensorPlan(torch.float32, (cases, shape.num_experts)),
-                },
-                fresh=fresh,
-            )
-            for index, shape in layers.items()
-        }
+                }
+                path = self._path(index)
+                self._files[index] = files.StreamedFile(path, tensors, fresh=fresh)
+        except BaseException:
+            self.close()
+            raise
 
     def _path(self, layer: int) -> Path:
         return self.partial / files.layer_file(layer)
@@ -165,7 +166,7 @@ def write_layers(
     overwrite: bool,
 ) -> None:
     """Write a memory of layers that come whole, one at a time: number, config entry, tensors."""
-    folder = folder.resolve()
+    folder = files.resolve_target(folder)
     files.refuse_existing(folder, overwrite=overwrite)
     with scratch_beside(folder) as scratch:
         files.write_tensors(scratch / files.TOKENS_FILE, provenance.tensors())

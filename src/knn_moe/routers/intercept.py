@@ -27,6 +27,7 @@ from knn_moe.errors import AttachError, UnsupportedModelError
 from knn_moe.routers.find import Router
 
 _SEQUENCES: Final = (list, tuple)
+_LINEAR: Final = ("input", "weight")  # F.linear's parameters
 _TRIALS: Final = 64  # random rows of logits that show how a router chooses
 State = TypeVar("State")
 # (router inputs [T, d], logits [T, N]) → logits to use [T, N]
@@ -109,7 +110,13 @@ class Watch:
 
     def _over(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            watched = value.as_subclass(Watched)
+            try:
+                watched = value.as_subclass(Watched)
+            except RuntimeError:  # it dispatches in its own way
+                raise UnsupportedModelError(
+                    f"Router {self.router.name!r} was called with a {type(value).__name__}, whose "
+                    f"logits cannot be replaced. Call the model with plain tensors."
+                ) from None
             watched.plain = value
             watched.watch = self
             return watched
@@ -122,12 +129,11 @@ class Watch:
         result = func(*args, **kwargs)
         if self.logits is not None:
             return result
-        if func is F.linear and self._computes_logits(args):
-            return self._replace(args[0], result)
+        if func is F.linear:
+            inputs, weight = [*args, *(kwargs[name] for name in _LINEAR[len(args) :])][:2]
+            if self.router.scope is self.router.module or weight is self.router.weight:
+                return self._replace(inputs, result)
         return self._over(result)
-
-    def _computes_logits(self, args: list[Any]) -> bool:
-        return self.router.scope is self.router.module or args[1] is self.router.weight
 
     def _replace(self, inputs: Tensor, result: Tensor) -> Tensor:
         if result.ndim == 2 and inputs.ndim == 2:

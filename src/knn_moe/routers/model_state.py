@@ -90,6 +90,7 @@ def remove_hooks(model: nn.Module, owners: Sequence[object]) -> None:
                     hooks.pop(key, None)
                     module._forward_pre_hooks_with_kwargs.pop(key, None)
                     module._forward_hooks_with_kwargs.pop(key, None)
+                    module._forward_hooks_always_called.pop(key, None)
 
 
 @contextmanager

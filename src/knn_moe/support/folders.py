@@ -29,6 +29,10 @@ def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        # Some file systems keep the names of a folder safe themselves, and cannot be asked to.
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)
 
@@ -50,7 +54,7 @@ def put_in_place(new: Path, target: Path) -> None:
     """
     occupied = target.exists()
     if not _renameat2(new, target, _EXCHANGE if occupied else _NO_REPLACE):
-        retired = new.with_name(f"{new.name}.old")
+        retired = _retired(target)
         if occupied:
             target.rename(retired)
         new.rename(target)
@@ -59,6 +63,20 @@ def put_in_place(new: Path, target: Path) -> None:
     sync(target.parent)
     if new.parent != target.parent:
         sync(new.parent)
+
+
+def restore(target: Path) -> None:
+    """Undo what a kill left between the renames of `put_in_place`, or finish it."""
+    retired = _retired(target)
+    if retired.is_dir():
+        if target.exists():
+            shutil.rmtree(retired, ignore_errors=True)
+        else:
+            retired.rename(target)
+
+
+def _retired(target: Path) -> Path:
+    return target.with_name(f".{target.name}.knn-moe-retired")
 
 
 def _renameat2(new: Path, target: Path, flag: int) -> bool:
@@ -82,16 +100,25 @@ def claim(folder: Path) -> int | None:
         The descriptor, or None if another writer has the folder, or it is gone.
 
     Raises:
-        OSError: The folder cannot be opened, or its file system has no locks.
+        OSError: It cannot be opened, or the file system cannot lock a folder.
     """
+    return _lock(folder, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def claim_file(path: Path) -> int | None:
+    """Lock a file as `claim` locks a folder; the file is made if there is none."""
+    return _lock(path, os.O_RDWR | os.O_CREAT)
+
+
+def _lock(path: Path, flags: int) -> int | None:
     try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        descriptor = os.open(path, flags)
     except FileNotFoundError:
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # Whoever had the lock may have removed or replaced the folder before it was taken here.
-        if os.path.samestat(os.fstat(descriptor), folder.stat()):
+        if os.path.samestat(os.fstat(descriptor), path.stat()):
             return descriptor
     except (BlockingIOError, FileNotFoundError):
         pass
@@ -137,6 +164,7 @@ def sweep(parent: Path, name: str) -> None:
 def scratch_beside(folder: Path) -> Iterator[Path]:
     """Make a hidden folder beside `folder`, and remove whatever has its name in the end."""
     folder.parent.mkdir(parents=True, exist_ok=True)
+    restore(folder)
     scratch, lock = make_scratch(folder.parent, folder.name)
     scratch.chmod(0o755)
     try:

@@ -120,7 +120,7 @@ def build_calibrated(
         found = replace(found, token_choices=tried, seconds_by_part=seconds)
         calibrated = found.apply(memory)
         if workspace is not None:
-            calibrated.save_pretrained(workspace.root / "memory", overwrite=True)
+            calibrated.save_pretrained(workspace.free("memory"))
             workspace.publish(workspace.root / "memory")
             calibrated = RoutingMemory.from_pretrained(workspace.target, verify=False)
     return calibrated, found
