@@ -147,13 +147,15 @@ def test_readers_see_the_old_or_the_new_memory(
     while not process:
         other.save_pretrained(folder, overwrite=True)
         built.save_pretrained(folder, overwrite=True)
-    for _ in range(100):
-        opened = RoutingMemory.from_pretrained(folder)
-        assert len(opened.layers[1].keys) == len(opened)
-        expected = built if len(opened) == len(built) else other
-        assert torch.equal(opened.layers[1].values, expected.layers[1].values)
-    os.kill(process, signal.SIGKILL)
-    os.waitpid(process, 0)
+    try:
+        for _ in range(100):
+            opened = RoutingMemory.from_pretrained(folder)
+            assert len(opened.layers[1].keys) == len(opened)
+            expected = built if len(opened) == len(built) else other
+            assert torch.equal(opened.layers[1].values, expected.layers[1].values)
+    finally:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
 
 
 def test_merging_in_place_again_is_refused(
