@@ -40,6 +40,8 @@ def run(count: int, seed: int, scratch: Path) -> Tally:
 
 
 def _trial(program: Program, seed: int, number: int) -> tuple[str, str | None]:
+    # torch makes its thread pool anew after a fork, which two threads must not do at once.
+    torch.set_num_threads(1)
     sys.setswitchinterval(1e-5)
     kinds = sorted(KINDS)
     kind = kinds[number % len(kinds)]
