@@ -26,7 +26,7 @@ class BackgroundWriter:
     def __init__(self, writer: MemoryWriter, key_dtype: torch.dtype) -> None:
         self.writer = writer
         self.key_dtype = key_dtype
-        self.pool = ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1))
+        self.pool = ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1))
         self.buffers: dict[tuple[int, str], Tensor] = {}  # pinned; pinning anew costs more than use
         self.streams: dict[torch.device, torch.cuda.Stream] = {}
         self.pending: Future[None] | None = None

@@ -74,7 +74,7 @@ class Workspace:
         self.overwrite, self.durable = overwrite, durable
         self._lock: int | None = _lock(self.root)
         try:
-            _refuse_strangers(self.root)
+            refuse_strangers(self.root)
             self.fresh = self._begin(json.loads(json.dumps(plan)))
             if not self.published:
                 refuse_existing(self.target, overwrite=overwrite)
@@ -178,7 +178,7 @@ def discard(target: Path) -> None:
     if root.exists():
         lock = _lock(root)
         try:
-            _refuse_strangers(root)
+            refuse_strangers(root)
             shutil.rmtree(root)
         finally:
             os.close(lock)
@@ -216,7 +216,7 @@ def _lock_file(root: Path) -> int | None:
         return os.open(root, os.O_RDONLY)
 
 
-def _refuse_strangers(root: Path) -> None:
+def refuse_strangers(root: Path) -> None:
     """Raise BuildError if the folder holds something that no build wrote."""
     names = sorted(path.name for path in root.rglob("*"))
     strangers = [name for name in names if not (_PARTS.fullmatch(name) or is_own_file(name))]

@@ -236,11 +236,12 @@ def _append(earlier: RoutingMemory, inputs: Inputs, output: Path, overwrite: boo
 
 def _check_output(output: Path, *, overwrite: bool, resume: bool) -> None:
     """Refuse an output folder that is occupied, before the model is loaded."""
-    from knn_moe.build.workspace import discard, partial_folder
+    from knn_moe.build.workspace import discard, partial_folder, refuse_strangers
     from knn_moe.memory.files import refuse_existing
 
     partial = partial_folder(output)
     if partial.is_dir() and not resume:
+        refuse_strangers(partial)
         if not overwrite:
             raise BuildError(
                 f"{str(partial)!r} contains an unfinished build. Use --resume to continue it, or "
