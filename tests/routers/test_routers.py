@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 from transformers import PreTrainedModel
 
 from helpers.families import FAMILIES, Family
@@ -19,6 +20,7 @@ from knn_moe.routers.fingerprint import (
     matches_sketch,
     sketch_weights,
 )
+from knn_moe.routers.intercept import run_router
 
 
 def test_a_router_says_what_it_maps(zoo_olmoe: PreTrainedModel) -> None:
@@ -144,3 +146,24 @@ def test_the_sketch_is_for_float16_alone() -> None:
     sketch = sketch_weights(find_routers(model))
     assert not matches_sketch(sketch, find_routers(model))
     assert not matches_sketch(None, find_routers(model.to(torch.float16)))
+
+
+def test_a_linear_map_that_is_called_by_keywords_is_found(
+    zoo_olmoe: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router = find_routers(zoo_olmoe)[0]
+    inputs = torch.randn(5, router.hidden_size)
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(input=hidden, weight=router.weight)
+
+    monkeypatch.setattr(router.module, "forward", forward)
+    found = run_router(router, lambda _, own: own + 1, (inputs,), {})
+    assert torch.equal(found, forward(inputs) + 1)
+
+
+def test_tensors_that_dispatch_in_their_own_way_are_refused(zoo_olmoe: PreTrainedModel) -> None:
+    router = find_routers(zoo_olmoe)[0]
+    inputs = TwoTensor(*(torch.randn(5, router.hidden_size) for _ in range(2)))
+    with pytest.raises(UnsupportedModelError, match="was called with a TwoTensor"):
+        run_router(router, lambda _, own: own, (inputs,), {})

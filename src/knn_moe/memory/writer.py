@@ -31,8 +31,8 @@ _EARLIER_FIELDS: Final = ("learned", "domains")  # of a config of format 4
 class MemoryWriter:
     """One partial folder, from its first row to its seal.
 
-    With `fresh=False` it goes on with the files of an earlier writer; what they lack or hold too
-    much is cut to size, and `crcs` tells which rows are there.
+    With `fresh=False` it continues with the files of an earlier writer. A file of another size gets
+    the right one, and `crcs` tells which rows are in it.
     """
 
     def __init__(

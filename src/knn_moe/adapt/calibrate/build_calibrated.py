@@ -108,7 +108,7 @@ def build_calibrated(
         "model": as_json(identify(model, find_routers(model))),
         "reference": digest_reference(judged.provenance),
     }
-    with _workspace(folder, plan, overwrite=overwrite) as workspace:
+    with _open_workspace(folder, plan, overwrite=overwrite) as workspace:
         search, tried = _choose_tokens(choices, workspace.root if workspace else None, begin)
         memory = search.calibrator.memory
         with calibrating(model, memory, calibration):
@@ -126,9 +126,10 @@ def build_calibrated(
     return calibrated, found
 
 
-def _workspace(
+def _open_workspace(
     folder: str | Path | None, plan: Mapping[str, Any], *, overwrite: bool
 ) -> AbstractContextManager[Workspace | None]:
+    """Return the workspace of `folder`; without a folder there is none."""
     return nullcontext() if folder is None else Workspace(Path(folder), plan, overwrite=overwrite)
 
 
