@@ -18,6 +18,7 @@ from helpers.zoo import encode, family, make_texts
 from knn_moe import BuildConfig, RoutingMemory, attach, build_memory
 from knn_moe.errors import MemoryFormatError, MemoryMismatchError
 from knn_moe.reference.provenance import Provenance
+from knn_moe.support.folders import put_in_place
 
 TEXTS = make_texts(8)
 CONFIG = BuildConfig(learning_rate=2.0, steps=2)
@@ -136,6 +137,29 @@ def test_nothing_of_the_users_is_deleted(
     assert (folder / "notes.txt").read_text() == "mine"
     assert_same(RoutingMemory.from_pretrained(folder), built)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "memory"]
+
+
+def test_everything_is_on_disk_before_it_has_its_name(
+    built: RoutingMemory, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    fsync = os.fsync
+
+    def note(descriptor: int) -> None:
+        events.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        fsync(descriptor)
+
+    def name(new: Path, target: Path) -> None:
+        events.append("named")
+        put_in_place(new, target)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr("knn_moe.memory.files.put_in_place", name)
+    built.save_pretrained(folder, overwrite=True)
+    before = events[: events.index("named")]
+    assert {path.name for path in folder.iterdir()} <= set(before)
+    assert before[-1].startswith(".memory.")  # the names in the new folder
+    assert events[-1] == folder.parent.name  # and its own name
 
 
 @pytest.mark.slow
