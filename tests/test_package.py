@@ -1,0 +1,65 @@
+"""What is shipped: the wheel, and the Dockerfile that installs it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from knn_moe.support.embedded_models import EMBEDDED_MODELS
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
+    packed = set(zipfile.ZipFile(wheel).namelist())
+    tracked = subprocess.run(
+        ["git", "ls-files", "src/knn_moe"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.split()
+    assert len(tracked) > 200
+    assert {name.removeprefix("src/") for name in tracked} <= packed
+    for model in EMBEDDED_MODELS:
+        assert f"knn_moe/assets/{model}/model.safetensors" in packed
+    assert {"knn_moe/py.typed", "knn_moe/report/base.html.j2"} <= packed
+    assert any(name.endswith("licenses/LICENSE") for name in packed)
+
+
+@pytest.mark.slow
+def test_a_wheel_without_its_sources_builds_a_memory(wheel: Path, tmp_path: Path) -> None:
+    """Python's own zip importer cannot read data files, so the wheel is unpacked, as pip does."""
+    zipfile.ZipFile(wheel).extractall(tmp_path / "unpacked")
+    (tmp_path / "ref.jsonl").write_text('{"text": "A fever is a raised temperature."}\n', "utf8")
+    program = (
+        "import sys; sys.path.insert(0, 'unpacked'); import knn_moe; "
+        "assert 'unpacked' in knn_moe.__file__; from knn_moe.cli.main import main; "
+        "sys.argv = ['knn-moe', 'build', 'tiny-olmoe', 'ref.jsonl', '-o', 'memory']; main()"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-P", "-c", program], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert (tmp_path / "memory" / "memory_config.json").is_file()
+
+
+def test_what_the_dockerfile_copies_is_there_and_not_ignored() -> None:
+    copied = re.findall(r"^COPY (?!--from)(.+) \S+$", (ROOT / "Dockerfile").read_text(), re.M)
+    sources = [name for line in copied for name in line.split()]
+    allowed = re.findall(r"^!(\S+)$", (ROOT / ".dockerignore").read_text(), re.M)
+    assert {"pyproject.toml", "constraints.txt", "src"} <= set(sources)
+    for name in sources:
+        assert (ROOT / name).exists()
+        assert name in allowed
