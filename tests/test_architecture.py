@@ -17,7 +17,7 @@ ROOT = Path(knn_moe.__file__).parent
 
 # A package imports from those before it; between those of one group nothing is imported.
 RULE = (
-    "errors < support < config < equations < routers, reference < index < memory < recall "
+    "errors < support < config, pages < equations < routers, reference < index < memory < recall "
     "< build, explain < inference < adapt < tasks < labels, methods < evaluation "
     "< report < reproduce, demo, bench < harness, cli"
 )

@@ -34,7 +34,7 @@ def test_the_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
     assert {name.removeprefix("src/") for name in tracked} <= packed
     for model in EMBEDDED_MODELS:
         assert f"knn_moe/assets/{model}/model.safetensors" in packed
-    assert {"knn_moe/py.typed", "knn_moe/report/base.html.j2"} <= packed
+    assert {"knn_moe/py.typed", "knn_moe/pages/base.html.j2"} <= packed
     assert any(name.endswith("licenses/LICENSE") for name in packed)
 
 

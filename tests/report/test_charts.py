@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from knn_moe.report import words
+from knn_moe.pages import words
 from knn_moe.report.charts import Bars, grouped_bars, ticks
 
 

@@ -89,7 +89,7 @@ def command(
     values shuffled. It takes two to three minutes on two cores.
     """
     from knn_moe.demo.demo import DemoConfig, render_demo, run_demo
-    from knn_moe.report.page import write_page
+    from knn_moe.pages.page import write_page
     from knn_moe.support.embedded_models import EMBEDDED_MODELS
 
     text = _choose_text(reference, test)

@@ -77,8 +77,8 @@ def command(model: str, prompt: str, output: Path | None, as_json: bool, **optio
     explanation, layers = _explain(model, prompt, options), options["layers"]
     chosen = explanation.only(layers) if layers else explanation
     if output is not None:
-        from knn_moe.report.explanation import render_explanation
-        from knn_moe.report.page import write_page
+        from knn_moe.explain.page import render_explanation
+        from knn_moe.pages.page import write_page
 
         write_page(render_explanation(chosen, model, options["memory"]), output)
         print_note(f"Wrote {output}.")

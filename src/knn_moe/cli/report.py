@@ -29,7 +29,7 @@ def command(runs: Path, output: Path, against: str) -> None:
     The page is one file and needs no network.
     """
     from knn_moe.evaluation.store import read_runs
-    from knn_moe.report.page import write_page
+    from knn_moe.pages.page import write_page
     from knn_moe.report.runs import render_runs
 
     write_page(render_runs(read_runs(runs), against), output)

@@ -22,9 +22,9 @@ from knn_moe.evaluation.compare import Line, compare_runs
 from knn_moe.evaluation.evaluate import EvalConfig, evaluate, prepare_questions
 from knn_moe.evaluation.store import Run
 from knn_moe.methods import KnnMoe, Method, PreparedMethod, ZeroShot
+from knn_moe.pages.words import format_p, format_perplexity
 from knn_moe.report.passages import Passage
 from knn_moe.report.runs import Introduction, render_runs
-from knn_moe.report.words import format_p, format_perplexity
 from knn_moe.support.progress import OnProgress, Progress, ignore_progress
 
 ALONE: Final = ZeroShot.name

@@ -1,1 +1,1 @@
-"""Web pages of evaluated runs and of explanations, each one file that needs no network."""
+"""The page of evaluated runs: tables, charts and passages."""

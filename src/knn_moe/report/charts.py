@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Final
 
-from knn_moe.report.words import Unit
+from knn_moe.pages.words import Unit
 
 _LEFT: Final = 48.0
 _RIGHT: Final = 4.0

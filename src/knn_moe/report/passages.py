@@ -6,12 +6,12 @@ Knows explanations and losses; nothing of HTML.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
-from knn_moe.explain.explanation import ExplainedToken, RecalledCase
-from knn_moe.report import words
+from knn_moe.explain.explanation import ExplainedToken
+from knn_moe.explain.reader import ShownPassage, ShownToken, css_classes, show_case
+from knn_moe.pages import words
 
 # A token takes the next colour where its probability rose or fell by this factor.
 FACTORS: Final = (1.1, 1.5, 2.0, 4.0)
@@ -29,28 +29,6 @@ class Passage:
     def gain(self) -> float:
         """Nats by which the memory raised the log-likelihood of the passage."""
         return sum(without - with_memory for without, with_memory in self.losses)
-
-
-@dataclass(frozen=True)
-class ShownToken:
-    """A token on a page."""
-
-    text: str
-    classes: str  # for the style sheet
-    panel: dict[str, Any]  # JSON: what the panel says, already in words
-
-
-@dataclass(frozen=True)
-class ShownPassage:
-    """A passage on a page."""
-
-    title: str
-    summary: str
-    tokens: tuple[ShownToken, ...]
-
-    @property
-    def panels(self) -> list[dict[str, Any]]:
-        return [token.panel for token in self.tokens]
 
 
 def show_passage(passage: Passage) -> ShownPassage:
@@ -81,14 +59,6 @@ def show_passage(passage: Passage) -> ShownPassage:
     return ShownPassage(passage.title, summary, tuple(tokens))
 
 
-def css_classes(text: str, step: int) -> str:
-    """Return the classes of a token whose colour is `step`, from -4 to 4."""
-    names = ["t", *([f"{'up' if step > 0 else 'down'}-{abs(step)}"] if step else [])]
-    if not text.strip() and "\n" in text:
-        names.append("newline")
-    return " ".join(names)
-
-
 def colour(before: float, after: float) -> int:
     """Return the colour of a token by its losses: -4, much less likely, to 4, much likelier."""
     gain = before - after
@@ -100,21 +70,3 @@ def _bar_length(loss: float) -> float:
     """Return the probability as a finite number, which is all that JSON takes."""
     value = math.exp(-loss)
     return round(value, 4) if math.isfinite(value) else 0.0
-
-
-def show_case(case: RecalledCase) -> dict[str, Any]:
-    """Return what the panel says of one layer; each expert has its Δlogit behind it."""
-    return {
-        "layer": case.layer,
-        "before": case.before,
-        "token": case.token,
-        "after": case.after,
-        "distance": words.PLAIN.format(case.distance),
-        "confidence": words.PLAIN.format(case.confidence),
-        "in": _experts(case.experts_in),
-        "out": _experts(case.experts_out),
-    }
-
-
-def _experts(changes: Mapping[int, float]) -> list[str]:
-    return [f"{expert} ({words.LOGITS.format(change)})" for expert, change in changes.items()]

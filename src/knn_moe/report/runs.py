@@ -13,10 +13,10 @@ from markupsafe import Markup
 
 from knn_moe.evaluation.compare import AVERAGE, TERCILES, Line, compare_runs, explain_doubts
 from knn_moe.evaluation.store import Run
+from knn_moe.pages.page import render
+from knn_moe.pages.words import NATS_CHANGE, PLAIN, POINTS, SHARE, Unit
 from knn_moe.report.charts import Bars, grouped_bars
-from knn_moe.report.page import render
 from knn_moe.report.passages import FACTORS, Passage, show_passage
-from knn_moe.report.words import NATS_CHANGE, PLAIN, POINTS, SHARE, Unit
 from knn_moe.support.statistics import Comparison
 from knn_moe.tasks.task import TEXT
 

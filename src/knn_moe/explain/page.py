@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Final
 
 from knn_moe.explain.explanation import ExplainedToken, Explanation
-from knn_moe.report import words
-from knn_moe.report.page import render
-from knn_moe.report.passages import ShownPassage, ShownToken, css_classes, show_case
+from knn_moe.explain.reader import ShownPassage, ShownToken, css_classes, show_case
+from knn_moe.pages import words
+from knn_moe.pages.page import render
 
 # A token takes the next colour where its mean λ reaches this.
 LEVELS: Final = (0.1, 0.3, 0.5, 0.7)

@@ -15,7 +15,7 @@ from helpers.explained import make_token
 from helpers.html_page import Page
 from knn_moe import RoutingMemory, attach
 from knn_moe.explain.explanation import Explanation
-from knn_moe.report.explanation import LEVELS, render_explanation
+from knn_moe.explain.page import LEVELS, render_explanation
 
 
 def test_the_page_is_whole_and_loads_nothing(

@@ -8,7 +8,7 @@ from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
-from knn_moe.report import words
+from knn_moe.pages import words
 from knn_moe.support.files import write_whole
 
 
