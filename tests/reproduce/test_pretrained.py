@@ -202,6 +202,25 @@ def test_time_and_failures_leave_runs_for_later(
     assert [spec.name for spec in study.missing()] == ["knn-paper-6"]
 
 
+@pytest.mark.slow
+def test_several_processes_make_the_same_runs(quiz: str, prose: str, tmp_path: Path) -> None:
+    given = ["-t", quiz, "-t", prose, "--part", "accuracy", "--part", "text", "--device", "cpu"]
+    given += ["-m", "zero-shot", "-m", "knn-lm", "--reference", 6, "--limit", 6, "--no-tables"]
+    command = ["reproduce", "pretrained", "--model", MODEL, *given]
+    for jobs in (1, 2):
+        made = run_cli(*command, "-o", tmp_path / f"{jobs}", "--jobs", jobs)
+        assert made.exit_code == 0, made.output
+    paths = [path.relative_to(tmp_path / "1") for path in tmp_path.glob("1/runs/*/*/*")]
+    assert len(paths) == 4
+    for path in paths:
+        one, other = (read_run(tmp_path / f"{jobs}" / path) for jobs in (1, 2))
+        assert [sample.score for sample in one.samples] == [
+            sample.score for sample in other.samples
+        ]
+    again = run_cli(*command, "-o", tmp_path / "2", "--jobs", 2)
+    assert "knn-lm" not in again.stderr
+
+
 def test_tokens_are_counted(quiz: str, prose: str, tmp_path: Path) -> None:
     study = make_study(tmp_path, quiz, prose)
     counted = list(count_tokens(study, load_small(MODEL)[1]))

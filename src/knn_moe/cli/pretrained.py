@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -47,9 +48,10 @@ class Loader:
 
     device: str | None
     dtype: str
+    places: Mapping[str, str] = field(default_factory=dict)  # of models by their last names
 
     def __call__(self, name: str) -> tuple[Any, Any]:
-        return load_model(name, self.device, self.dtype)
+        return load_model(self.places.get(name, name), self.device, self.dtype)
 
 
 @click.command(name="pretrained")
@@ -101,6 +103,13 @@ class Loader:
     is_flag=True,
     help="Search fine-tuning's learning rate on the first task only, and use it for the others.",
 )
+@click.option(
+    "--jobs",
+    type=POSITIVE,
+    default=1,
+    show_default=True,
+    help="Run this many processes, each with the model in its memory.",
+)
 @click.option("--minutes", type=float, help="Begin no run after so many minutes.")
 @click.option("--no-tables", is_flag=True, help="Make runs only.")
 @click.option("--no-runs", is_flag=True, help="Make tables only, from the runs that are there.")
@@ -128,7 +137,7 @@ def pretrained(output: Path, as_json: bool, **options: Any) -> None:
         return
     if not options["no_runs"]:
         study.check(options["parts"], options["methods"])
-        _make_runs(study, deadline)
+        _make_runs(study, deadline, options["jobs"])
     tables = []
     if not options["no_tables"]:
         from knn_moe.reproduce.pretrained.make import make_tables
@@ -155,19 +164,22 @@ def _make_study(output: Path, options: dict[str, Any]) -> PretrainedStudy:
         for model in models.values():
             find_routers(load_structure(model))  # refuses a bad model before anything runs
     dtype = evaluation_dtype(options["device"], options["dtype"])
-    load = Loader(options["device"], dtype)
-    device = pick_device(options["device"])
-    return PretrainedStudy(plan, output, lambda name: load(models[name]), device, dtype)
+    load = Loader(options["device"], dtype, models)
+    return PretrainedStudy(plan, output, load, pick_device(options["device"]), dtype)
 
 
-def _make_runs(study: PretrainedStudy, deadline: float | None) -> None:
+def _make_runs(study: PretrainedStudy, deadline: float | None, jobs: int) -> None:
+    from knn_moe.reproduce.pretrained.processes import make_runs_in_processes
     from knn_moe.reproduce.results import left_out
 
     for reason in left_out(study.plan.methods):
         print_note(reason)
     with show_progress("Studying") as report:
         study.on_progress = report
-        for spec, run in study.make_runs(deadline):
+        runs = study.make_runs(deadline)
+        if jobs > 1:
+            runs = make_runs_in_processes(study, jobs, deadline)
+        for spec, run in runs:
             print_note(_describe(spec, run))
     for failure in study.failures:
         print_note(f"Failed: {failure}")

@@ -28,6 +28,9 @@ LEARNING: Final = (RIVAL, "knn-paper", "knn-calibrated", "knn-calibrated+head", 
 STUDIED: Final = (BASE, *LEARNING, "5-shot", "c3po")
 CARRIED: Final = ("knn-calibrated", "knn-calibrated+head", RIVAL, *TUNED)  # to other tasks
 
+# Methods that are prepared together: the second one's memory is the first one's.
+PREPARED_WITH: Final = {"knn-calibrated+head": "knn-calibrated"}
+
 ACCURACY, TEXT_LOSS, GROWTH = "accuracy", "text", "growth"
 TRANSFER, TOGETHER, GENERATION = "transfer", "together", "generation"
 PARTS: Final = (ACCURACY, TEXT_LOSS, GROWTH, TRANSFER, TOGETHER, GENERATION)

@@ -1,7 +1,7 @@
 """Make the runs of a study of pretrained models, each once, and keep them on disk.
 
-A run lies in RUNS/MODEL/TASK/NAME. Runs that learn from the same rows follow each other, so that
-nothing is prepared twice; runs that are there are not made again. Knows nothing of tables.
+A run lies in RUNS/MODEL/TASK/NAME. Runs whose methods share a preparation follow each other, so
+that nothing is prepared twice; runs that are there are not made again. Knows nothing of tables.
 """
 
 from __future__ import annotations
@@ -37,6 +37,22 @@ from knn_moe.tasks.task import GENERATION, LIKELIHOOD, TEXT
 
 _MACHINE: Final = "machine.json"
 Learned: TypeAlias = tuple[str | None, int | None]  # the source and size of a reference set
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that are made one after the other, because their methods share a preparation."""
+
+    model: str
+    learned: Learned
+    specs: Sequence[RunSpec]
+
+    def by_method(self) -> dict[str, list[RunSpec]]:
+        """Return the runs of each method."""
+        found: dict[str, list[RunSpec]] = {}
+        for spec in self.specs:
+            found.setdefault(spec.method, []).append(spec)
+        return found
 
 
 @dataclass
@@ -205,24 +221,38 @@ class PretrainedStudy:
         Raises:
             ProgramError: A run needs generated programs, which are not allowed or not possible.
         """
-        groups: dict[tuple[str, Learned], dict[str, list[RunSpec]]] = {}
+        for group in self.missing_groups():
+            yield from self.make_group(group, deadline)
+
+    def missing_groups(self) -> list[Group]:
+        """Return the missing runs in groups, in the order in which they are made.
+
+        Raises:
+            ProgramError: A run needs generated programs, which are not allowed or not possible.
+        """
         missing = self.missing()
         check_programs(self.data(spec.task).task for spec in missing)
+        groups: dict[tuple[str, Learned, str], list[RunSpec]] = {}
         for spec in missing:
-            by_method = groups.setdefault((spec.model, (spec.source, spec.size)), {})
-            by_method.setdefault(spec.method, []).append(spec)
-        for (model, learned), by_method in groups.items():
-            context: TaskContext | None = None
-            for method, specs in by_method.items():
-                if deadline is not None and time.monotonic() >= deadline:
-                    return
-                try:
-                    context = context or self.context(model, specs[0].task, learned)
-                    prepared = self._prepare(model, method, context, learned)
-                except (KnnMoeError, torch.OutOfMemoryError) as error:
-                    self.failures.append(f"{model}, {specs[0].name}: {error}")
-                    continue
-                yield from self._evaluate(specs, prepared, deadline)
+            learned, method = (spec.source, spec.size), p.PREPARED_WITH.get(spec.method)
+            groups.setdefault((spec.model, learned, method or spec.method), []).append(spec)
+        return [Group(model, learned, specs) for (model, learned, _), specs in groups.items()]
+
+    def make_group(
+        self, group: Group, deadline: float | None = None
+    ) -> Iterator[tuple[RunSpec, Run]]:
+        """Make the runs of a group, as `make_runs` does."""
+        context: TaskContext | None = None
+        for method, specs in group.by_method().items():
+            if deadline is not None and time.monotonic() >= deadline:
+                return
+            try:
+                context = context or self.context(group.model, specs[0].task, group.learned)
+                prepared = self._prepare(group.model, method, context, group.learned)
+            except (KnnMoeError, torch.OutOfMemoryError) as error:
+                self.failures.append(f"{group.model}, {specs[0].name}: {error}")
+                continue
+            yield from self._evaluate(specs, prepared, deadline)
 
     def _evaluate(
         self, specs: Sequence[RunSpec], prepared: PreparedMethod, deadline: float | None
