@@ -52,14 +52,11 @@ class Search:
         return self._best is not None
 
     def begin(self) -> None:
-        """Make the first trials, by which memories can be compared: widths for the largest K, then
-        values at the middle rate."""
+        """Make the first trial, by which memories can be compared: widths for the largest K."""
         if not self._begun:
             self._begun = True
             self._widths = self.calibrator.try_widths(self.calibrator.ks[-1])
             self._offer(self._widths)
-        if self.rates:
-            self._loss_at(self._first_place)
 
     def run(self) -> None:
         """Make all trials: also at other rates, with fewer neighbours, and the memory unchanged."""
@@ -69,17 +66,13 @@ class Search:
         self._try_fewer_neighbours()
         self._offer(self.calibrator.try_unchanged())
 
-    @property
-    def _first_place(self) -> int:
-        return len(self.rates) // 2
-
     def _search_rates(self) -> None:
         """Go from the middle rate to better neighbours until there is none; lower ones first."""
-        place = self._first_place
+        place = len(self.rates) // 2
         while True:
+            loss = self._loss_at(place)
             near = [near for near in (place - 1, place + 1) if 0 <= near < len(self.rates)]
-            better = (near for near in near if self._loss_at(near) < self._loss_at(place))
-            found = next(better, None)
+            found = next((near for near in near if self._loss_at(near) < loss), None)
             if found is None:
                 return
             place = found

@@ -26,7 +26,6 @@ from knn_moe.reference.splits import Part, split
 from knn_moe.reference.windows import Batch, ReferenceTokens
 from knn_moe.support.progress import OnProgress, StepCounter
 
-_WIDTH_PASSES: Final = 2  # over the examples to fit, at most
 _SAMPLE: Final = 4096  # tokens of the examples to fit that settle where values start
 _TRIED_RATES: Final = 3  # of the rates in the config, usually
 # A pass has at least this many steps, of at least this many tokens each.
@@ -116,7 +115,7 @@ class Calibrator:
         self.ks = _possible_ks(memory, config)
         self.cases: Sequence[FitCases] = _open_cases(model, memory)
         batches = self._fit_batches(self.splits.fit)
-        self.steps = min(config.steps, _WIDTH_PASSES * len(batches))
+        self.steps = min(config.steps, len(batches))
         self.counter = StepCounter(on_progress, self._expect_steps(len(batches)))
         self.clock = Clock()
         with self.clock.measure("neighbours looked up"):
@@ -136,7 +135,9 @@ class Calibrator:
         """Where the values start."""
         with self.clock.measure("start of the values"):
             directions = [Direction.of(each) for each in self.cases]
-            sample = self.data.sample(_SAMPLE)
+            # In batches as large as can be: each is read ten times.
+            batches = list(self.splits.fit.first(_SAMPLE).batches(self._most_tokens))
+            sample = look_up_neighbours(self.model, self.cases, batches, self.ks[-1])
             return choose_start(self.model, directions, sample, self.ks[-1])
 
     def try_unchanged(self) -> Trial | None:
@@ -186,6 +187,10 @@ class Calibrator:
         return RoutingConfig(
             k=k, layers=kept.layers, spare_first_token=True, index=kept.index, stats=kept.stats
         )
+
+    @property
+    def _most_tokens(self) -> int:
+        return min(self.config.step_tokens, self.memory.build.batch_tokens)
 
     @property
     def _fewer_steps(self) -> int:
@@ -267,9 +272,8 @@ class Calibrator:
 
     def _fit_batches(self, part: Part) -> list[Batch]:
         """Cut a part into batches for backward passes: so small that a pass has some steps."""
-        most = min(self.config.step_tokens, self.memory.build.batch_tokens)
         wanted = max(self.splits.fit.tokens // _STEPS_A_PASS, _LEAST_TOKENS)
-        return list(part.batches(min(most, wanted)))
+        return list(part.batches(min(self._most_tokens, wanted)))
 
     def _judge_batches(self, part: Part) -> list[Batch]:
         return list(part.batches(self.memory.build.batch_tokens))
