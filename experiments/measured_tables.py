@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from common import Row
+from knn_moe.methods import METHODS as METHOD_SPECS
 from knn_moe.support.embedded_models import EMBEDDED_MODELS
 
 MEASUREMENTS: Final = Path(__file__).resolve().parents[1] / "docs" / "measurements"
@@ -29,6 +30,15 @@ METHODS: Final = {
     "sft": "SFT, LoRA on all weights",
     "knn-lm": "kNN-LM",
     "knn-calibrated+knn-lm": "kNN-MoE, calibrated, and kNN-LM",
+}
+PRETRAINED: Final = "smol-moe"
+GAINS: Final = {  # what README shows, by table of the study of pretrained models
+    "pretrained-accuracy": ("SciQ", "ARC-Easy", "CommonsenseQA", "OpenBookQA"),
+    "pretrained-text": ("medical text", "sql text"),
+}
+STUDIED: Final = {
+    name: METHODS[name]
+    for name in ("zero-shot", "knn-calibrated", "knn-calibrated+head", "sft-router", "knn-lm")
 }
 COST_SHAPE: Final = "olmoe-1b-7b"
 
@@ -48,15 +58,27 @@ def read_measurement(name: str) -> Any:
 
 
 def gains_table() -> str:
-    """Return the README's gains: every way to adapt two models to two texts."""
-    columns = [(model, task) for model in (EMBEDDED_MODELS[0], LARGE) for task in TEXTS]
-    header = ["nats per token", *(f"{model}, {TEXTS[task]}" for model, task in columns)]
-    rows = [
-        [title, *(method_cell(model, task, method) for model, task in columns)]
-        for method, title in METHODS.items()
-        if method != "knn-calibrated+knn-lm"
-    ]
-    return markdown_table(header, rows)
+    """Return the README's gains: what each method makes of questions and text on one model."""
+    cells: dict[str, list[str]] = {}
+    for table, titles in GAINS.items():
+        found = read_measurement(f"pretrained/{table}.json")
+        places = [found["columns"].index(title) for title in titles]
+        for row in found["rows"]:
+            if row[0]["text"] == PRETRAINED:
+                shown = cells.setdefault(row[1]["text"].lower(), [])
+                shown += [row[place]["text"] for place in places]
+    header = [PRETRAINED, *(f"{title} %" for title in GAINS["pretrained-accuracy"])]
+    header += [f"{title}, nats" for title in GAINS["pretrained-text"]]
+    lines = [[title, *cells[METHOD_SPECS[name].title.lower()]] for name, title in STUDIED.items()]
+    return markdown_table(header, lines)
+
+
+def pretrained_table(name: str) -> str:
+    """Return a table of the study of pretrained models without the rows that have no number."""
+    found = read_measurement(f"pretrained/{name}.json")
+    rows = [[cell["text"] for cell in row] for row in found["rows"]]
+    measured = [row for row in rows if any(text != "-" for text in row[2:])]
+    return markdown_table(found["columns"], measured)
 
 
 def measurements_table() -> str:

@@ -6,9 +6,11 @@ Reads docs/measurements and the embedded models' `training.json`. Writes a card 
 embedded model, docs/growth.svg, and tables between markers such as
 `<!-- gains: experiments/publish.py -->` and `<!-- /gains -->`, in README.md and docs/*.md:
 
-    gains         two models, two texts (README.md must have it)
+    gains         a pretrained model, questions and text (README.md must have it)
     costs         what recalling and building cost (README.md must have it)
     measurements  every method, task and model (docs/results.md must have it)
+    pretrained-accuracy, pretrained-text
+                  the study of pretrained models (docs/results.md must have them)
     builds, pruning, pruning-calibrated, labels
 
 Running it again changes nothing; a test checks that the committed files are what it writes.
@@ -17,6 +19,7 @@ Running it again changes nothing; a test checks that the committed files are wha
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -31,12 +34,17 @@ TABLES: Final = {
     "gains": measured_tables.gains_table,
     "costs": measured_tables.costs_table,
     "measurements": measured_tables.measurements_table,
+    "pretrained-accuracy": partial(measured_tables.pretrained_table, "pretrained-accuracy"),
+    "pretrained-text": partial(measured_tables.pretrained_table, "pretrained-text"),
     "builds": measured_tables.builds_table,
     "pruning": measured_tables.pruning_table,
     "pruning-calibrated": measured_tables.pruning_calibrated_table,
     "labels": measured_tables.labels_table,
 }
-REQUIRED: Final = {"README.md": ("gains", "costs"), "results.md": ("measurements",)}
+REQUIRED: Final = {
+    "README.md": ("gains", "costs"),
+    "results.md": ("measurements", "pretrained-accuracy", "pretrained-text"),
+}
 
 
 def main(arguments: Arguments = None) -> None:

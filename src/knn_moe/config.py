@@ -220,7 +220,7 @@ class CalibrationConfig:
 
     neighbours: tuple[int, ...] = (8, 32)  # values of K to choose among
     # Learning rates for the values, relative to the spread of a layer's logits; empty: keep them.
-    value_rates: tuple[float, ...] = (0.003, 0.01, 0.03, 0.1, 0.3)
+    value_rates: tuple[float, ...] = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
     passes: int = 2  # over the examples, while values are trained
     held_out: float = 0.15  # share of the examples to choose by, and as many again to judge by
     fit_tokens: int = 262144  # read at most to fit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from dataclasses import replace
@@ -14,12 +15,13 @@ import pytest
 from helpers.commands import assert_refused, run_cli
 from helpers.small_models import load_small
 from knn_moe.cli.pretrained import _PARTS
-from knn_moe.errors import ConfigError
+from knn_moe.errors import ConfigError, ModelTooLargeError
 from knn_moe.evaluation.store import read_run
 from knn_moe.reproduce.pretrained import study as study_module
 from knn_moe.reproduce.pretrained.compare import Change, Comparer, Result
 from knn_moe.reproduce.pretrained.make import TABLES, count_tokens, make_tables
 from knn_moe.reproduce.pretrained.plan import ALL, PARTS, PretrainedPlan, RunSpec
+from knn_moe.reproduce.pretrained.processes import make_runs_in_processes
 from knn_moe.reproduce.pretrained.study import PretrainedStudy
 from knn_moe.reproduce.pretrained.tables import score_cell
 from knn_moe.reproduce.table import Table
@@ -30,7 +32,14 @@ METHODS = ("zero-shot", "knn-lm", "knn-paper", "sft-router")
 
 
 def make_study(folder: Path, *tasks: str, **changes: Any) -> PretrainedStudy:
-    plan = {"models": (MODEL,), "tasks": tasks, "methods": METHODS, "reference": 6, "limit": 6}
+    plan = {
+        "models": (MODEL,),
+        "tasks": tasks,
+        "methods": METHODS,
+        "reference": 6,
+        "texts": 6,
+        "limit": 6,
+    }
     plan |= {"sizes": (3, 6, 50), "batch_tokens": 300, "one_rate": True}
     return PretrainedStudy(PretrainedPlan(**plan | changes), folder, load_small)
 
@@ -205,7 +214,19 @@ def test_time_and_failures_leave_runs_for_later(
 @pytest.mark.slow
 def test_several_processes_make_the_same_runs(quiz: str, prose: str, tmp_path: Path) -> None:
     given = ["-t", quiz, "-t", prose, "--part", "accuracy", "--part", "text", "--device", "cpu"]
-    given += ["-m", "zero-shot", "-m", "knn-lm", "--reference", 6, "--limit", 6, "--no-tables"]
+    given += [
+        "-m",
+        "zero-shot",
+        "-m",
+        "knn-lm",
+        "--reference",
+        6,
+        "--texts",
+        6,
+        "--limit",
+        6,
+        "--no-tables",
+    ]
     command = ["reproduce", "pretrained", "--model", MODEL, *given]
     for jobs in (1, 2):
         made = run_cli(*command, "-o", tmp_path / f"{jobs}", "--jobs", jobs)
@@ -219,6 +240,37 @@ def test_several_processes_make_the_same_runs(quiz: str, prose: str, tmp_path: P
         ]
     again = run_cli(*command, "-o", tmp_path / "2", "--jobs", 2)
     assert "knn-lm" not in again.stderr
+
+
+class OneAtATime:
+    """Loads a small model where no other living process has loaded one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __call__(self, name: str) -> Any:
+        path = self.folder / "holder"
+        holder = int(path.read_text(encoding="utf8")) if path.exists() else os.getpid()
+        if holder != os.getpid() and Path(f"/proc/{holder}").exists():
+            raise ModelTooLargeError("There is no room.")
+        path.write_text(str(os.getpid()), encoding="utf8")
+        return load_small(name)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc to see processes")
+def test_what_does_not_fit_is_made_by_fewer_processes(quiz: str, tmp_path: Path) -> None:
+    study = make_study(tmp_path, quiz, parts=("accuracy",), methods=("zero-shot", "knn-lm"))
+    (tmp_path / "holder").write_text(str(os.getpid()), encoding="utf8")  # of no room at first
+    crowded = replace(study, load=OneAtATime(tmp_path))
+    assert list(make_runs_in_processes(crowded, 1)) == []
+    assert len(crowded.failures) == 2
+    assert "There is no room." in crowded.failures[0]
+    (tmp_path / "holder").unlink()
+    crowded.failures.clear()
+    made = [spec.method for spec, _ in make_runs_in_processes(crowded, 2)]
+    assert sorted(made) == ["knn-lm", "zero-shot"]
+    assert crowded.failures == []
 
 
 def test_tokens_are_counted(quiz: str, prose: str, tmp_path: Path) -> None:

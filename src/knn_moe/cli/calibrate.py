@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     type=float,
     multiple=True,
     help="Try this learning rate to train the stored values, relative to the spread of a layer's "
-    "logits. Can be repeated. Default: 0.003, 0.01, 0.03, 0.1 and 0.3.",
+    "logits. Can be repeated. Default: 0.003, 0.01, 0.03, 0.1, 0.3 and 1.",
 )
 @click.option(
     "--keep-values", is_flag=True, help="Do not train the stored values; choose only their use."

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _PARTS: Final = ("accuracy", "text", "growth", "transfer", "together", "generation")
 _SPEED: Final = 300_000  # tokens a second: a guess for half a billion parameters on an H200
 _FIELDS: Final = (
-    "models", "parts", "tasks", "methods", "reference", "sizes", "limit", "seed", "data",
+    "models", "parts", "tasks", "methods", "reference", "texts", "sizes", "limit", "seed", "data",
     "batch_tokens", "one_rate",
 )  # fmt: skip
 
@@ -84,8 +84,9 @@ class Loader:
 )
 @data_option
 @click.option(
-    "--reference", type=POSITIVE, help="Use so many rows of each reference set. Default: 500."
+    "--reference", type=POSITIVE, help="Learn from so many questions of a task. Default: 500."
 )
+@click.option("--texts", type=POSITIVE, help="Learn from so many texts of a task. Default: 200.")
 @click.option(
     "--size",
     "sizes",
@@ -108,7 +109,7 @@ class Loader:
     type=POSITIVE,
     default=1,
     show_default=True,
-    help="Run this many processes, each with the model in its memory.",
+    help="Run this many processes, each with the model in its memory; fewer for what does not fit.",
 )
 @click.option("--minutes", type=float, help="Begin no run after so many minutes.")
 @click.option("--no-tables", is_flag=True, help="Make runs only.")

@@ -30,6 +30,7 @@ from knn_moe.routers.intercept import RouterHook
 from knn_moe.routers.model_state import freeze, input_device, install_hooks
 
 _RATE: Final = 0.1  # of Adam, falling to 0
+_LEAST_WINDOWS: Final = 6  # of a sample
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,19 @@ class FitData(NamedTuple):
 
     batches: Sequence[Batch]
     tables: Sequence[NeighbourTable]
+
+    def sample(self, tokens: int) -> FitData:
+        """Draw batches at random until they hold so many tokens, and six windows."""
+        drawn: list[int] = []
+        held = windows = 0
+        for place in batch_order(len(self.batches), len(self.batches)):
+            if held >= tokens and windows >= _LEAST_WINDOWS:
+                break
+            drawn.append(place)
+            held += int(self.batches[place].real.sum())
+            windows += len(self.batches[place].ids)
+        tables = [NeighbourTable([table.rows[place] for place in drawn]) for table in self.tables]
+        return FitData([self.batches[place] for place in drawn], tables)
 
     def extend(self, more: FitData) -> FitData:
         """Append `more` without looking anything up again."""

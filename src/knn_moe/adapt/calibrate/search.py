@@ -68,7 +68,7 @@ class Search:
 
     def _search_rates(self) -> None:
         """Go from the middle rate to better neighbours until there is none; lower ones first."""
-        place = len(self.rates) // 2
+        place = (len(self.rates) - 1) // 2
         while True:
             loss = self._loss_at(place)
             near = [near for near in (place - 1, place + 1) if 0 <= near < len(self.rates)]

@@ -135,9 +135,7 @@ class Calibrator:
         """Where the values start."""
         with self.clock.measure("start of the values"):
             directions = [Direction.of(each) for each in self.cases]
-            # In batches as large as can be: each is read ten times.
-            batches = list(self.splits.fit.first(_SAMPLE).batches(self._most_tokens))
-            sample = look_up_neighbours(self.model, self.cases, batches, self.ks[-1])
+            sample = self.data.sample(_SAMPLE)
             return choose_start(self.model, directions, sample, self.ks[-1])
 
     def try_unchanged(self) -> Trial | None:
@@ -187,10 +185,6 @@ class Calibrator:
         return RoutingConfig(
             k=k, layers=kept.layers, spare_first_token=True, index=kept.index, stats=kept.stats
         )
-
-    @property
-    def _most_tokens(self) -> int:
-        return min(self.config.step_tokens, self.memory.build.batch_tokens)
 
     @property
     def _fewer_steps(self) -> int:
@@ -272,8 +266,9 @@ class Calibrator:
 
     def _fit_batches(self, part: Part) -> list[Batch]:
         """Cut a part into batches for backward passes: so small that a pass has some steps."""
+        most = min(self.config.step_tokens, self.memory.build.batch_tokens)
         wanted = max(self.splits.fit.tokens // _STEPS_A_PASS, _LEAST_TOKENS)
-        return list(part.batches(min(self._most_tokens, wanted)))
+        return list(part.batches(min(most, wanted)))
 
     def _judge_batches(self, part: Part) -> list[Batch]:
         return list(part.batches(self.memory.build.batch_tokens))

@@ -49,7 +49,8 @@ class PretrainedPlan:
     parts: tuple[str, ...] = PARTS[:-1]
     tasks: tuple[str, ...] = (*QUESTIONS, *TEXTS, *GENERATED)
     methods: tuple[str, ...] = STUDIED
-    reference: int = 500  # rows of each reference set, or all if there are fewer
+    reference: int = 500  # rows of each reference set of questions, or all if there are fewer
+    texts: int = 200  # the same of plain text
     sizes: tuple[int, ...] = (30, 100, 300, 1000, 2000)  # of the part "growth"
     limit: int | None = None  # questions of a task, or windows of text
     seed: int = 0
@@ -65,10 +66,10 @@ class PretrainedPlan:
         for name in ("models", "tasks", "parts"):
             if not getattr(self, name):
                 raise ConfigError(f"A study needs at least one of its {name}.")
-        if min(self.reference, self.batch_tokens, *self.sizes) < 1:
+        if min(self.reference, self.texts, self.batch_tokens, *self.sizes) < 1:
             raise ConfigError(
-                f"reference, sizes and batch_tokens must be at least 1; got {self.reference}, "
-                f"{self.sizes} and {self.batch_tokens}."
+                f"reference, texts, sizes and batch_tokens must be at least 1; got "
+                f"{self.reference}, {self.texts}, {self.sizes} and {self.batch_tokens}."
             )
 
     @property

@@ -17,7 +17,7 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-from knn_moe.errors import ConfigError, KnnMoeError
+from knn_moe.errors import ConfigError, KnnMoeError, ModelTooLargeError
 from knn_moe.evaluation.evaluate import EvalConfig, QuestionSet, evaluate, prepare_questions
 from knn_moe.evaluation.store import Run, find_finished_run
 from knn_moe.methods import METHODS, PreparedMethod, TaskContext, prepare
@@ -81,6 +81,7 @@ class PretrainedStudy:
     dtype: str = "float32"
     on_progress: OnProgress = ignore_progress
     failures: list[str] = field(default_factory=list)  # runs that could not be made, and why
+    crowded: bool = False  # whether one of them did not fit in memory
     _loaded: dict[str, tuple[Any, Any]] = field(default_factory=dict, repr=False)
     _data: dict[str, TaskData] = field(default_factory=dict, repr=False)
     _asked: dict[str, QuestionSet] = field(default_factory=dict, repr=False)
@@ -116,7 +117,8 @@ class PretrainedStudy:
         return [task for task in self.plan.tasks if self.scoring(task) == scoring]
 
     def size(self, task: str, wanted: int | None = None) -> int:
-        return min(wanted or self.plan.reference, len(self.data(task).reference))
+        usual = self.plan.texts if self.scoring(task) == TEXT else self.plan.reference
+        return min(wanted or usual, len(self.data(task).reference))
 
     def specs(self, part: str, model: str) -> list[RunSpec]:
         """Return the runs that a part needs for a model, zero-shot first."""
@@ -250,7 +252,7 @@ class PretrainedStudy:
                 context = context or self.context(group.model, specs[0].task, group.learned)
                 prepared = self._prepare(group.model, method, context, group.learned)
             except (KnnMoeError, torch.OutOfMemoryError) as error:
-                self.failures.append(f"{group.model}, {specs[0].name}: {error}")
+                self._add_failure(f"{group.model}, {specs[0].name}", error)
                 continue
             yield from self._evaluate(specs, prepared, deadline)
 
@@ -274,9 +276,13 @@ class PretrainedStudy:
                     on_progress=self._show(str(spec)),
                 )
             except (KnnMoeError, torch.OutOfMemoryError) as error:
-                self.failures.append(f"{spec}: {error}")
+                self._add_failure(str(spec), error)
                 continue
             yield spec, run
+
+    def _add_failure(self, run: str, error: Exception) -> None:
+        self.failures.append(f"{run}: {error}")
+        self.crowded |= isinstance(error, (ModelTooLargeError, torch.OutOfMemoryError))
 
     def _questions(self, task: str, tokenizer: Any) -> QuestionSet:
         """Return the questions of a task; tokenising them can take longer than answering."""
