@@ -54,10 +54,18 @@ def test_a_missing_marker_is_named(text: str) -> None:
 
 def test_the_gains_are_one_small_table() -> None:
     lines = measured_tables.gains_table().splitlines()
-    assert len(lines) == 2 + 8
-    assert lines[0].startswith("| nats per token | tiny-olmoe, medical | tiny-olmoe, sql |")
-    assert lines[2].startswith("| zero-shot | 3.932 | 3.961 |")
-    assert lines[5].startswith("| **kNN-MoE, calibrated** | -0.466 ± 0.040 |")
+    assert len(lines) == 2 + 5
+    assert lines[0].startswith("| smol-moe | SciQ % | ARC-Easy % |")
+    assert lines[2].startswith("| zero-shot | 51.6 ± 3.7 | 47.3 ± 2.0 |")
+    assert lines[3].startswith("| **kNN-MoE, calibrated** | 69.7 ± 3.4†* |")
+    assert lines[3].endswith(" -0.400 ± 0.010†* |")
+
+
+def test_a_table_of_the_study_leaves_out_rows_without_numbers() -> None:
+    whole = measured_tables.read_measurement("pretrained/pretrained-text.json")["rows"]
+    lines = measured_tables.pretrained_table("pretrained-text").splitlines()
+    assert 5 < len(lines) - 2 < len(whole)
+    assert "| smol-moe | SFT (Router Only) | -0.014 ± 0.003† |" in "\n".join(lines)
 
 
 def test_the_costs_are_shares_of_the_model_without_a_memory() -> None:
