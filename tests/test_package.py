@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 
+from helpers.clean_environment import build_wheel
 from knn_moe.support.embedded_models import EMBEDDED_MODELS
 
 ROOT = Path(__file__).parents[1]
@@ -17,11 +17,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    (built,) = folder.glob("*.whl")
-    return built
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.mark.slow
@@ -36,23 +32,6 @@ def test_the_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
         assert f"knn_moe/assets/{model}/model.safetensors" in packed
     assert {"knn_moe/py.typed", "knn_moe/pages/base.html.j2"} <= packed
     assert any(name.endswith("licenses/LICENSE") for name in packed)
-
-
-@pytest.mark.slow
-def test_a_wheel_without_its_sources_builds_a_memory(wheel: Path, tmp_path: Path) -> None:
-    """Python's own zip importer cannot read data files, so the wheel is unpacked, as pip does."""
-    zipfile.ZipFile(wheel).extractall(tmp_path / "unpacked")
-    (tmp_path / "ref.jsonl").write_text('{"text": "A fever is a raised temperature."}\n', "utf8")
-    program = (
-        "import sys; sys.path.insert(0, 'unpacked'); import knn_moe; "
-        "assert 'unpacked' in knn_moe.__file__; from knn_moe.cli.main import main; "
-        "sys.argv = ['knn-moe', 'build', 'tiny-olmoe', 'ref.jsonl', '-o', 'memory']; main()"
-    )
-    ran = subprocess.run(
-        [sys.executable, "-P", "-c", program], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert (tmp_path / "memory" / "memory_config.json").is_file()
 
 
 def test_what_the_dockerfile_copies_is_there_and_not_ignored() -> None:

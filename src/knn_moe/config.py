@@ -225,7 +225,7 @@ class CalibrationConfig:
     held_out: float = 0.15  # share of the examples to choose by, and as many again to judge by
     fit_tokens: int = 262144  # read at most to fit
     judge_tokens: int = 16384  # read at most to choose by, and as many again to judge by
-    # Steps of fitting widths, at most: no more than one pass, and half as many for the next K.
+    # Steps of fitting widths, at most: no more than two passes, and half as many for the next K.
     steps: int = 64
     step_tokens: int = 8192  # tokens in a step, at most; fewer where there would be few steps
     head: bool = False  # also choose a language-model head

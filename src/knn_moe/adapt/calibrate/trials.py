@@ -26,6 +26,7 @@ from knn_moe.reference.splits import Part, split
 from knn_moe.reference.windows import Batch, ReferenceTokens
 from knn_moe.support.progress import OnProgress, StepCounter
 
+_WIDTH_PASSES: Final = 2  # over the examples to fit, at most
 _SAMPLE: Final = 4096  # tokens of the examples to fit that settle where values start
 _TRIED_RATES: Final = 3  # of the rates in the config, usually
 # A pass has at least this many steps, of at least this many tokens each.
@@ -115,7 +116,7 @@ class Calibrator:
         self.ks = _possible_ks(memory, config)
         self.cases: Sequence[FitCases] = _open_cases(model, memory)
         batches = self._fit_batches(self.splits.fit)
-        self.steps = min(config.steps, len(batches))
+        self.steps = min(config.steps, _WIDTH_PASSES * len(batches))
         self.counter = StepCounter(on_progress, self._expect_steps(len(batches)))
         self.clock = Clock()
         with self.clock.measure("neighbours looked up"):
