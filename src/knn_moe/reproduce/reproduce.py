@@ -6,11 +6,10 @@ A table that is on disk already is read, not made again. Tables share their runs
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
-from multiprocessing import get_context
 from typing import Final
 
 import torch
@@ -21,7 +20,7 @@ from knn_moe.reproduce.paper import PAPER
 from knn_moe.reproduce.study import Study
 from knn_moe.reproduce.table import Table
 from knn_moe.reproduce.write import read_table, write_all_tables, write_table
-from knn_moe.support.processes import end_with_parent
+from knn_moe.support.processes import end_with_parent, process_pool
 from knn_moe.support.progress import Progress, ignore_progress
 from knn_moe.support.registry import Registry
 from knn_moe.tasks.sandbox import check_programs
@@ -128,7 +127,7 @@ def _make_runs(study: Study, names: Sequence[str]) -> None:
     # The longest first: otherwise one process may work on it alone at the end.
     pairs.sort(key=lambda pair: study.reference_length(pair[1]), reverse=True)
     threads = max(1, torch.get_num_threads() // study.jobs)
-    with ProcessPoolExecutor(study.jobs, get_context("spawn"), _begin, (threads,)) as pool:
+    with process_pool(study.jobs, _begin, threads) as pool:
         bare = replace(study, on_progress=ignore_progress, _loaded={}, _data={}, _contexts={})
         waiting = [pool.submit(_make_runs_of, bare, *pair, names) for pair in pairs]
         for count, done in enumerate(as_completed(waiting), start=1):

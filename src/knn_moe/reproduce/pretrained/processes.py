@@ -9,9 +9,9 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
-from multiprocessing import get_context
 from typing import NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ import torch
 from knn_moe.evaluation.store import Run
 from knn_moe.reproduce.pretrained.plan import RunSpec
 from knn_moe.reproduce.pretrained.study import Group, PretrainedStudy
-from knn_moe.support.processes import end_with_parent
+from knn_moe.support.processes import end_with_parent, process_pool
 from knn_moe.support.progress import Progress, ignore_progress
 
 _study: PretrainedStudy  # of a process that makes runs
@@ -53,10 +53,15 @@ def _make_once(
     groups = study.missing_groups()
     threads = max(1, torch.get_num_threads() // jobs)
     bare = replace(study, on_progress=ignore_progress, failures=[], _loaded={}, _data={}, _asked={})
-    with ProcessPoolExecutor(jobs, get_context("spawn"), _begin, (bare, threads)) as pool:
+    with process_pool(jobs, _begin, bare, threads) as pool:
         waiting = [pool.submit(_make_group, group, deadline) for group in groups]
         for count, done in enumerate(as_completed(waiting), start=1):
-            made = done.result()
+            try:
+                made = done.result()
+            except BrokenProcessPool:
+                study.failures.append("a process was killed, perhaps for want of memory")
+                study.crowded = True
+                return
             study.failures += made.failures
             study.crowded |= made.crowded
             study.on_progress(Progress("groups of runs", count, len(groups)))
