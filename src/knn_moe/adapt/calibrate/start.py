@@ -2,7 +2,7 @@
 
 The build has found a direction for each case (§4.1); how far to go along it depends on the model.
 Distances are relative to the spread of a layer's logits, so they mean the same on every model. The
-ladder of them spans more than four orders of magnitude, and begins with no change at all. Each is
+ladder of them spans four orders of magnitude, and begins with no change at all. Each is
 tried by reading a few batches, without gradients.
 """
 
@@ -27,7 +27,7 @@ from knn_moe.routers.model_state import freeze
 from knn_moe.routers.own_logits import compute_own_logits
 
 # The root mean square of what the values are moved by, relative to the spread of the logits.
-DISTANCES: Final = (0.0, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+DISTANCES: Final = (0.0, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 
 
 @dataclass(frozen=True)
