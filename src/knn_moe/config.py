@@ -227,7 +227,7 @@ class CalibrationConfig:
     judge_tokens: int = 16384  # read at most to choose by, and as many again to judge by
     # Steps of fitting widths, at most: no more than two passes, and half as many for the next K.
     steps: int = 64
-    step_tokens: int = 8192  # tokens in a step, at most; fewer where there would be few steps
+    step_tokens: int = 4096  # tokens in a step, at most; fewer where there would be few steps
     head: bool = False  # also choose a language-model head
     seed: int = 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from helpers.calibrating import QUICK, open_cases, sayings
 from helpers.commands import run_cli
-from helpers.zoo import BUILD, family
-from knn_moe import RoutingMemory, attach, build_memory
+from helpers.zoo import BUILD, encode, family
+from knn_moe import RoutingMemory, attach, build_memory, calibrate
 from knn_moe.adapt.calibrate.build_calibrated import build_calibrated
 from knn_moe.adapt.calibrate.fit import FitData, look_up_neighbours
 from knn_moe.adapt.calibrate.judge import Judgement
@@ -236,3 +237,83 @@ def test_values_that_stay_are_built_as_the_config_says(
     memory, found = build_calibrated(olmoe, zoo_tokenizer, sayings(40), config, kept)
     assert memory.build == config
     assert not found.values_trained
+
+
+def one_answer_questions(count: int, *, distractors: bool = True) -> list[Example]:
+    """Ask anything; of three answers the one that a model finds least likely is always right."""
+    draw = random.Random(0)
+    words = [
+        "river",
+        "house",
+        "king",
+        "doctor",
+        "letter",
+        "garden",
+        "horse",
+        "captain",
+        "winter",
+        "window",
+        "street",
+    ]
+    made = []
+    for number in range(count):
+        one, other = draw.sample(words, 2)
+        prompt = f"The {one} and the {other} of number {number} were"
+        others = (" good", " bad") if distractors else ()
+        made.append(Example(prompt, " old", distractors=others))
+    return made
+
+
+CHOOSING = replace(FEW, value_rates=(0.1,), step_tokens=256)
+
+
+@pytest.mark.slow
+def test_questions_with_distractors_are_judged_by_the_choice(
+    tiny_olmoe: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """The gain is that of the choice, found again by a user who scores the choices."""
+    *questions, new = one_answer_questions(49)
+    folder, config = tmp_path / "memory", replace(CHOOSING, head=True)
+    memory, found = build_calibrated(
+        tiny_olmoe, tiny_tokenizer, questions, None, config, folder=folder
+    )
+    assert found.by_choices
+    assert found.helps
+    assert found.head is None
+    assert found.judgement.tokens == found.judgement.examples == 7
+    assert {(one.tokens, one.loss_of) for one in found.token_choices} == {
+        ("all", "completion"),
+        ("completion", "completion"),
+    }
+    saved = RoutingMemory.from_pretrained(folder).manifest.calibration
+    assert saved is not None
+    assert saved["by_choices"] is True
+    wrong = encode(tiny_tokenizer, " good")[0, -1]
+    assert wrong not in memory.provenance.stream  # no distractor is in the memory
+    alone = margin(tiny_olmoe, tiny_tokenizer, new)
+    with attach(tiny_olmoe, memory):
+        assert margin(tiny_olmoe, tiny_tokenizer, new) > max(alone + 1, 0)
+
+
+def margin(model: Any, tokenizer: Any, question: Example) -> float:
+    """Return how much likelier the right answer, of one token, is than the best wrong one."""
+    with torch.no_grad():
+        logits = model(encode(tokenizer, question.prompt), use_cache=False).logits[0, -1]
+    answers = [question.completion, *question.distractors]
+    right, *wrong = [float(logits[encode(tokenizer, text)[0, -1]]) for text in answers]
+    return right - max(wrong)
+
+
+@pytest.mark.slow
+def test_a_memory_is_calibrated_by_choices_of_examples(
+    tiny_olmoe: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    questions = one_answer_questions(40)
+    memory = build_memory(tiny_olmoe, tiny_tokenizer, questions, BUILD)
+    config = replace(CHOOSING, value_rates=())
+    found = calibrate(tiny_olmoe, memory, questions, config, tokenizer=tiny_tokenizer)
+    assert found.by_choices
+    assert found.judgement.tokens == 6
+    plain = one_answer_questions(40, distractors=False)
+    found = calibrate(tiny_olmoe, memory, plain, config, tokenizer=tiny_tokenizer)
+    assert not found.by_choices

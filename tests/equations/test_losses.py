@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from knn_moe.equations import losses
-from knn_moe.equations.losses import IGNORED, next_token_losses, target_losses
+from knn_moe.equations.losses import IGNORED, choice_losses, next_token_losses, target_losses
 
 
 @pytest.mark.parametrize("numbers", [1 << 27, 1])
@@ -40,3 +40,10 @@ def test_a_sequence_of_one_token_has_no_next_one() -> None:
     assert (
         next_token_losses(torch.randn(2, 1, 4), torch.zeros(2, 1, dtype=torch.int64)).numel() == 0
     )
+
+
+def test_the_loss_of_a_choice_is_its_share_among_its_questions_choices() -> None:
+    scores = torch.tensor([1.0, -2.0, 0.5, 3.0, 0.0])
+    lines = torch.tensor([[0, 2, 3], [1, 4, -1]])
+    expected = [-scores[[0, 2, 3]].log_softmax(0)[0], -scores[[1, 4]].log_softmax(0)[0]]
+    torch.testing.assert_close(choice_losses(scores, lines), torch.stack(expected))

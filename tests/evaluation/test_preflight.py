@@ -59,6 +59,7 @@ def task_data(name: str, reference: int = ROWS) -> TaskData:
 def can_work(method: str, scoring: str, task: str) -> bool:
     """Say what goes together, written down a second time."""
     questions_only = ("5-shot", "c3po", "c3po-kernel", "c3po-mode")
+    questions_only += ("sft-router-choices", "knn-right-answers")
     if scoring not in {"quiz": ("generation", "likelihood"), "prose": ("text",)}.get(
         task, ("generation",)
     ):

@@ -8,7 +8,7 @@ workspace (workspace.py) has a journal of the batches whose rows are on disk (ch
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,6 +28,7 @@ from knn_moe.memory.files import refuse_existing
 from knn_moe.memory.layers import LayerShape
 from knn_moe.memory.manifest import MemoryManifest
 from knn_moe.memory.memory import RoutingMemory
+from knn_moe.reference.choices import add_distractors
 from knn_moe.reference.examples import Example, ExampleLike, iter_examples
 from knn_moe.reference.windows import Batch, ReferenceTokens, read_tokens
 from knn_moe.routers.find import Router, find_routers
@@ -184,10 +185,24 @@ def reference_tokens(
     Raises:
         ReferenceSetError: There are no tokens, or the model does not know some of them.
     """
-    length = min(config.max_length, max_positions(model) or config.max_length)
-    reference = read_tokens(examples, tokenizer, config, length)
+    reference = read_tokens(examples, tokenizer, config, _window_length(model, config))
     _check_vocabulary(model, reference)
     return reference
+
+
+def choice_tokens(
+    model: nn.Module, tokenizer: Any, examples: Sequence[Example], config: BuildConfig
+) -> ReferenceTokens:
+    """Read examples as `reference_tokens` does, with their distractors if they have some: then
+    completions alone are scored."""
+    if any(example.distractors for example in examples):
+        config = replace(config, loss="completion")
+    reference = reference_tokens(model, tokenizer, examples, config)
+    return add_distractors(reference, examples, tokenizer, _window_length(model, config))
+
+
+def _window_length(model: nn.Module, config: BuildConfig) -> int:
+    return min(config.max_length, max_positions(model) or config.max_length)
 
 
 def _check_vocabulary(model: nn.Module, reference: ReferenceTokens) -> None:

@@ -1,4 +1,5 @@
-"""The next-token loss L = Σ_t -log p(y_{t+1} | y_≤t) (§4.1), token by token. Pure torch."""
+"""The next-token loss L = Σ_t -log p(y_{t+1} | y_≤t) (§4.1), token by token, and the loss of a
+choice among answers. Pure torch."""
 
 from __future__ import annotations
 
@@ -38,3 +39,13 @@ def target_losses(logits: Tensor, targets: Tensor) -> Tensor:
         for part, ids in zip(logits.split(rows), targets.split(rows), strict=True)
     ]
     return torch.cat(losses)
+
+
+def choice_losses(scores: Tensor, lines: Tensor) -> Tensor:
+    """Return -log of the right choice's share among all choices of its question: softmax of scores.
+
+    Shapes: scores [B], of every line; lines [Q, C] int64, the lines of each question's choices, the
+    right one first and -1 where there are fewer than C. Result [Q].
+    """
+    found = scores[lines.clamp(min=0)].masked_fill(lines < 0, -torch.inf)
+    return found.logsumexp(dim=1) - found[:, 0]

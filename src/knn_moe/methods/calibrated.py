@@ -16,6 +16,12 @@ def prepare_calibrated(context: TaskContext) -> KnnMoe:
     return KnnMoe(memory, replace(memory.routing, index=index), "knn-calibrated")
 
 
+def prepare_right_answers(context: TaskContext) -> KnnMoe:
+    """Build and calibrate a memory that has not seen the wrong answers of its questions."""
+    memory = without_head(calibrated_memory(context, by_choices=False))
+    return KnnMoe(memory, name="knn-right-answers")
+
+
 def prepare_head(context: TaskContext) -> KnnMoe:
     """Use the same memory also in the language-model head, where that helped on held-out text."""
     return KnnMoe(calibrated_memory(context), name="knn-calibrated+head")

@@ -118,28 +118,35 @@ def _calibrate_if_possible(context: TaskContext) -> RoutingMemory:
         return routing_memory(context, PAPER)
 
 
-def calibrated_memory(context: TaskContext) -> RoutingMemory:
+def calibrated_memory(context: TaskContext, *, by_choices: bool = True) -> RoutingMemory:
     """Return a memory with everything chosen on the reference set; no preset has an effect.
 
     It has a language-model head where that helped: choosing one takes little time, and one memory
     then serves the methods with a head and, by `without_head`, those without.
+
+    Args:
+        context: The model and the task.
+        by_choices: Learn from the wrong answers too, where questions have some.
 
     Raises:
         CalibrationError: There are too few examples.
     """
 
     def build() -> RoutingMemory:
+        examples = context.examples
+        if not by_choices:
+            examples = [replace(example, distractors=()) for example in examples]
         memory, _ = build_calibrated(
             context.model,
             context.tokenizer,
-            context.examples,
+            examples,
             context.build_config(),
             CalibrationConfig(head=True),
             on_progress=context.on_progress,
         )
         return memory
 
-    return context.cached("memory-calibrated", build)
+    return context.cached("memory-calibrated" if by_choices else "memory-right-answers", build)
 
 
 def without_head(memory: RoutingMemory) -> RoutingMemory:

@@ -77,10 +77,22 @@ METHODS: Final = Registry(
             "SFT", "sft:prepare_sft", package="peft", rows=_HELD_OUT, check="lora:find_linear_maps"
         ),
         "sft-router": MethodSpec("SFT (Router Only)", "sft:prepare_router_sft", rows=_HELD_OUT),
+        "sft-router-choices": MethodSpec(
+            "SFT (Router Only, on choices)",
+            "sft:prepare_router_sft_on_choices",
+            texts=False,
+            rows=_HELD_OUT,
+        ),
         "knn": MethodSpec("kNN-MoE", "knn_moe:prepare_knn", MEMORY),
         "knn-paper": MethodSpec("kNN-MoE (the paper's setting)", "knn_moe:prepare_paper", MEMORY),
         "knn-calibrated": MethodSpec(
             "kNN-MoE (calibrated)", "calibrated:prepare_calibrated", rows=_CALIBRATED
+        ),
+        "knn-right-answers": MethodSpec(
+            "kNN-MoE (calibrated on right answers)",
+            "calibrated:prepare_right_answers",
+            texts=False,
+            rows=_CALIBRATED,
         ),
         "knn-ivfpq": MethodSpec(
             "kNN-MoE (IVFPQ)", "knn_moe:prepare_ivfpq", MEMORY, package="faiss"

@@ -88,6 +88,14 @@ def prepare_router_sft(context: TaskContext, config: TuneConfig | None = None) -
     return _prepare("sft-router", context, config or TuneConfig(), unfreeze_routers, ROUTER_RATES)
 
 
+def prepare_router_sft_on_choices(
+    context: TaskContext, config: TuneConfig | None = None
+) -> FineTuned:
+    """Train the routers' own weights to tell right answers from wrong ones, as calibration does."""
+    name, config = "sft-router-choices", config or TuneConfig()
+    return _prepare(name, context, config, unfreeze_routers, ROUTER_RATES)
+
+
 @dataclass(frozen=True)
 class Replacement:
     """A new value of a parameter."""
@@ -165,7 +173,8 @@ def _prepare(
     seed = context.seed if config.seed is None else config.seed
     rates = config.learning_rates or usual_rates
     model = uncompiled(context.model)
-    split = split_reference(context, config.validation, seed)
+    on_choices = name == "sft-router-choices"
+    split = split_reference(context, config.validation, seed, on_choices=on_choices)
     steps = config.epochs * steps_per_epoch(split, config)
     counter = StepCounter(context.on_progress, steps * len(rates))
 

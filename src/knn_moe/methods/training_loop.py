@@ -11,18 +11,20 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from knn_moe.build.build import reference_tokens
-from knn_moe.equations.losses import target_losses
+from knn_moe.adapt.calibrate.objective import find_temperature
+from knn_moe.build.build import choice_tokens, reference_tokens
+from knn_moe.equations.losses import choice_losses, target_losses
 from knn_moe.errors import ConfigError, ReferenceSetError
 from knn_moe.methods.task_context import TaskContext
-from knn_moe.reference.windows import Batch, ReferenceTokens, make_batch
+from knn_moe.reference.choices import ChoiceBatch, ChoiceTokens
+from knn_moe.reference.windows import Batch, ReferenceTokens
 from knn_moe.routers.model_state import input_device
 
 # How transformers marks a model on whose modules it has installed its recording hooks.
@@ -69,11 +71,16 @@ class TrainingSplit:
 
     def batch(self, windows: Sequence[int]) -> Batch:
         """Return the tokens of `windows`, padded on the right."""
-        return make_batch(self.tokens, list(windows))
+        return self.tokens.batch(list(windows))
 
 
-def split_reference(context: TaskContext, share: float, seed: int) -> TrainingSplit:
+def split_reference(
+    context: TaskContext, share: float, seed: int, *, on_choices: bool = False
+) -> TrainingSplit:
     """Split the reference set into windows for training and for validation.
+
+    With `on_choices`, questions are read with their wrong answers, and what is lowered is the loss
+    of the choice, as in calibration.
 
     Texts are tokenised as for a memory. The loss counts on completions; a plain text is one from
     its second token on. Windows without such a token are left out. All windows of an example are in
@@ -83,7 +90,8 @@ def split_reference(context: TaskContext, share: float, seed: int) -> TrainingSp
         ReferenceSetError: Fewer than two examples have an answer.
     """
     config = context.build_config(tokens="completion")
-    tokens = reference_tokens(context.model, context.tokenizer, context.examples, config)
+    read = choice_tokens if on_choices else reference_tokens
+    tokens = read(context.model, context.tokenizer, context.examples, config)
     by_example: dict[int, list[int]] = {}
     for window, owner in enumerate(tokens.provenance.example_of_window.tolist()):
         start, length, *_ = tokens.bounds[window]
@@ -101,6 +109,9 @@ def split_reference(context: TaskContext, share: float, seed: int) -> TrainingSp
         [window for place in sorted(places) for window in examples[place]]
         for places in (order[:held_out], order[held_out:])
     )
+    if isinstance(tokens, ChoiceTokens):
+        batches = tokens.batches(config.batch_tokens, validation)
+        tokens = replace(tokens, temperature=find_temperature(context.model, batches))
     return TrainingSplit(tokens, train, validation)
 
 
@@ -114,7 +125,7 @@ def training_loss(model: nn.Module, batch: Batch) -> Tensor:
     """Return the mean loss of the scored tokens plus the weighted load-balancing loss."""
     weight = balance_weight(model)
     output = _run(model, batch, output_router_logits=weight != 0)
-    loss = _scored_losses(output.logits, batch).mean()
+    loss = _losses(output.logits, batch).mean()
     return loss + weight * output.aux_loss.to(loss.device) if weight else loss
 
 
@@ -125,7 +136,7 @@ def validation_loss(model: nn.Module, split: TrainingSplit, batch_size: int) -> 
     windows = sorted(split.validation, key=lambda window: int(split.tokens.lengths[window]))
     for start in range(0, len(windows), batch_size):
         batch = split.batch(windows[start : start + batch_size])
-        losses = _scored_losses(_run(model, batch, output_router_logits=False).logits, batch)
+        losses = _losses(_run(model, batch, output_router_logits=False).logits, batch)
         total += float(losses.double().sum())
         count += len(losses)
     return total / count
@@ -138,11 +149,17 @@ def _run(model: nn.Module, batch: Batch, *, output_router_logits: bool) -> Any:
     return model(input_ids=batch.ids, attention_mask=batch.real.long(), use_cache=False, **option)
 
 
-def _scored_losses(logits: Tensor, batch: Batch) -> Tensor:
-    """Return the losses [n] of the scored tokens; only their logits are widened to fp32."""
+def _losses(logits: Tensor, batch: Batch) -> Tensor:
+    """Return the losses [n] of the scored tokens, or of the choices; only the logits of scored
+    tokens are widened to fp32."""
     scored = batch.scored[:, :-1].to(logits.device)
     targets = batch.ids[:, 1:].to(logits.device)[scored]
-    return target_losses(logits[:, :-1][scored][None], targets[None])[0]
+    losses = target_losses(logits[:, :-1][scored][None], targets[None])[0]
+    if not isinstance(batch, ChoiceBatch):
+        return losses
+    line = scored.nonzero()[:, 0]
+    summed = losses.new_zeros(len(batch.ids)).index_add(0, line, losses)
+    return choice_losses(-summed * batch.weight.to(losses.device), batch.lines.to(losses.device))
 
 
 class WeightChange(Protocol):

@@ -22,11 +22,16 @@ _FIELDS: Final = '"text", "prompt" and "completion", or "messages"'
 
 @dataclass(frozen=True)
 class Example:
-    """One case to learn from: a completion, the prompt before it if any, or chat messages."""
+    """One case to learn from: a completion, the prompt before it if any, or chat messages.
+
+    Distractors are wrong completions of the same prompt. They are never in a memory: calibration
+    uses them to learn which completion is right.
+    """
 
     prompt: str = ""
     completion: str = ""
     messages: tuple[Mapping[str, Any], ...] | None = None
+    distractors: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, item: ExampleLike) -> Example:
@@ -49,13 +54,22 @@ class Example:
         if is_chat(item.get("messages")):
             return cls(messages=tuple(item["messages"]))
         if isinstance(prompt, str) and isinstance(completion, str):
-            return cls(prompt, completion)
+            return cls(prompt, completion, distractors=_read_distractors(item))
         if is_chat(prompt) and is_chat(completion):
             return cls(messages=(*item["prompt"], *item["completion"]))
         if isinstance(item.get("text"), str):
             return cls(completion=item["text"])
         found = ", ".join(f"{name!r} ({type(value).__name__})" for name, value in item.items())
         raise ReferenceSetError(f"needs {_FIELDS}; has {found or 'nothing'}")
+
+
+def _read_distractors(item: Mapping[str, Any]) -> tuple[str, ...]:
+    given = item.get("distractors") or ()
+    if isinstance(given, str) or not all(isinstance(each, str) and each for each in given):
+        raise ReferenceSetError(f'needs "distractors" as a list of texts; has {given!r}')
+    if item["completion"] in given:
+        raise ReferenceSetError(f"has its completion among its distractors: {given!r}")
+    return tuple(given)
 
 
 ExampleLike: TypeAlias = Example | str | Mapping[str, Any] | Sequence[Any]

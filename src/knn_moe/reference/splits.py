@@ -33,8 +33,8 @@ class Part:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens, padding not counted."""
-        return int(self.reference.lengths[self.windows].sum())
+        """The number of tokens that are read."""
+        return int(self.reference.sizes[self.windows].sum())
 
     def batches(self, batch_tokens: int) -> Iterator[Batch]:
         """Yield the windows in batches of at most `batch_tokens` tokens."""

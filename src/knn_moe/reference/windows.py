@@ -9,7 +9,7 @@ import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -57,6 +57,11 @@ class ReferenceTokens:
         """The number of tokens of each window. Shape [W] int64."""
         return self.provenance.begin.diff()
 
+    @property
+    def sizes(self) -> Tensor:
+        """The number of tokens that each window adds to a batch. Shape [W] int64."""
+        return self.lengths
+
     @cached_property
     def owners(self) -> Tensor:
         """A hash of each window's example, never 0. Shape [W] int64."""
@@ -74,7 +79,11 @@ class ReferenceTokens:
         """Yield batches of at most `batch_tokens` tokens, of all windows or of some."""
         numbers = range(len(self.lengths)) if windows is None else windows
         for places in plan_batches(self.lengths[list(numbers)], batch_tokens):
-            yield make_batch(self, [numbers[place] for place in places])
+            yield self.batch([numbers[place] for place in places])
+
+    def batch(self, windows: list[int]) -> Batch:
+        """Return some windows as one batch."""
+        return make_batch(self, windows)
 
 
 def read_tokens(
@@ -157,10 +166,15 @@ class Batch:
     spans: list[Span]
     padded: bool
 
-    def to(self, device: torch.device) -> Batch:
+    def to(self, device: torch.device) -> Self:
         """Move what a forward pass needs to `device`."""
         ids, real, scored = (part.to(device) for part in (self.ids, self.real, self.scored))
         return replace(self, ids=ids, real=real, scored=scored)
+
+    @property
+    def counts(self) -> Tensor:
+        """How much each line counts in a mean loss: its scored tokens. Shape [B] int64."""
+        return self.scored.sum(dim=1)
 
     @property
     def attention_mask(self) -> Tensor | None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from knn_moe.errors import ModelError
+from knn_moe.reference.choices import count_characters
 from knn_moe.tasks.generation import generate_tokens
 from knn_moe.tasks.kinds import Choice, count_choices
 from knn_moe.tasks.likelihood import choice_scores, mean_losses, token_losses
@@ -70,7 +71,7 @@ def _judge_choices(question: Question, likelihoods: Tensor, loss: float, number:
         raise ModelError(
             f"The model's logits for question {question.id} are not finite. Try another --dtype."
         )
-    lengths = [max(len(text.removeprefix(" ")), 1) for text in options.continuations]
+    lengths = [count_characters(text) for text in options.continuations]
     normalised = [value / length for value, length in zip(plain, lengths, strict=True)]
     best, second = sorted(normalised, reverse=True)[:2]
     chosen = normalised.index(best)

@@ -49,7 +49,9 @@ def _make_example(data: TaskData, row: Row, scoring: str, chat: bool) -> Example
     kind = data.task.kind
     if scoring == LIKELIHOOD:
         options = kind.options(row)
-        return Example(options.context, options.continuations[options.answer])
+        right = options.continuations[options.answer]
+        wrong = tuple(text for text in options.continuations if text != right)
+        return Example(options.context, right, distractors=wrong)
     if scoring == GENERATION and chat:
         question = {"role": "user", "content": kind.prompt(row)}
         answer = {"role": "assistant", "content": kind.completion(row)}

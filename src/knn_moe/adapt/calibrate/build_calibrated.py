@@ -16,7 +16,7 @@ from knn_moe.adapt.calibrate.clock import Clock
 from knn_moe.adapt.calibrate.result import Calibration, TokenChoice
 from knn_moe.adapt.calibrate.search import Search, no_finite_loss
 from knn_moe.adapt.calibrate.trials import Calibrator
-from knn_moe.build.build import Destination, build_memory, build_to, reference_tokens
+from knn_moe.build.build import Destination, build_memory, build_to, choice_tokens
 from knn_moe.build.checkpoint import digest_reference
 from knn_moe.build.optimise import optimise_routing
 from knn_moe.build.workspace import Workspace, partial_folder
@@ -25,6 +25,7 @@ from knn_moe.errors import UnsupportedModelError
 from knn_moe.inference.attach import check_free
 from knn_moe.memory.files import refuse_existing
 from knn_moe.memory.memory import RoutingMemory
+from knn_moe.reference.choices import ChoiceTokens
 from knn_moe.reference.examples import ExampleLike, iter_examples
 from knn_moe.reference.splits import split
 from knn_moe.reference.windows import ReferenceTokens, make_batch
@@ -53,8 +54,9 @@ def build_calibrated(
 
     One gradient step gives each case a direction; how far to go is calibrated. Examples with a
     prompt are judged by their completions, and it is chosen which tokens become cases and whose
-    loss is lowered, unless `config` says so. After a kill, what was built is found when the same
-    job is started again; the calibration itself starts again.
+    loss is lowered, unless `config` says so. Examples with distractors are judged, and their values
+    are trained, by the choice among all completions (objective.py). After a kill, what was built is
+    found when the same job is started again; the calibration itself starts again.
 
     Args:
         model: A Hugging Face MoE model.
@@ -82,10 +84,11 @@ def build_calibrated(
         refuse_existing(Path(folder), overwrite=overwrite)
     check_free(model)
     listed, config = list(iter_examples(examples)), config or BuildConfig()
-    judged = reference_tokens(model, tokenizer, listed, replace(config, loss="completion"))
+    judged = choice_tokens(model, tokenizer, listed, replace(config, loss="completion"))
     split(judged, calibration)  # refuses too few examples before anything is built
     if calibration.value_rates:
         config = replace(config, steps=1, learning_rate=1.0, gradient=_find_gradient(model, judged))
+    by_choices = isinstance(judged, ChoiceTokens)
     choices = _list_choices(config, judged)
 
     def begin(choice: BuildConfig, place: Path | None) -> Search:
@@ -95,8 +98,8 @@ def build_calibrated(
                 memory = build_memory(*inputs, on_progress=on_progress)
             else:
                 memory = build_to(Destination(target=place, part=True), *inputs, on_progress)
-        completions = (choice.loss or choice.tokens) == "completion"
-        reference = judged if completions else memory.reference_tokens()
+        by_completions = by_choices or (choice.loss or choice.tokens) == "completion"
+        reference = judged if by_completions else memory.reference_tokens()
         with calibrating(model, memory, calibration):
             search = Search(Calibrator(model, memory, reference, calibration, on_progress, judged))
             search.begin()
@@ -107,6 +110,7 @@ def build_calibrated(
         "choices": [as_json(choice) for choice in choices],
         "model": as_json(identify(model, find_routers(model))),
         "reference": digest_reference(judged.provenance),
+        **({"distractors": judged.digest} if isinstance(judged, ChoiceTokens) else {}),
     }
     with _open_workspace(folder, plan, overwrite=overwrite) as workspace:
         search, tried = _choose_tokens(choices, workspace.root if workspace else None, begin)
@@ -197,4 +201,6 @@ def _list_choices(config: BuildConfig, judged: ReferenceTokens) -> list[BuildCon
             ("all", "all"),
             ("completion", "completion"),
         )
+        # What is learned from a choice is learned from completions.
+        if loss == "completion" or not isinstance(judged, ChoiceTokens)
     ]

@@ -27,7 +27,7 @@ from knn_moe.adapt.calibrate.result import Calibration
 from knn_moe.adapt.calibrate.search import Search, no_finite_loss
 from knn_moe.adapt.calibrate.trials import Calibrator
 from knn_moe.adapt.calibrate.widths import DivergedError
-from knn_moe.build.build import reference_tokens
+from knn_moe.build.build import choice_tokens
 from knn_moe.config import CalibrationConfig
 from knn_moe.errors import CalibrationError, ConfigError
 from knn_moe.inference.attach import check_belongs, check_free
@@ -115,7 +115,8 @@ def conclude(search: Search, started: float) -> Calibration:
         judged = calibrator.judge(best)
     except DivergedError:
         raise no_finite_loss() from None
-    wanted = calibrator.config.head
+    # A head predicts the next token, which does not tell the right answer from a wrong one.
+    wanted = calibrator.config.head and not calibrator.by_choices
     head = calibrator.choose_head(best, routed=judged.better) if wanted else None
     last = calibrator.train_on_all(best) if judged.better else best.turned_off()
     if head and head.helps and last.routing is not best.routing:
@@ -123,6 +124,7 @@ def conclude(search: Search, started: float) -> Calibration:
     return Calibration(
         routing=replace(last.routing, head=head.config if head and head.helps else None),
         judgement=judged,
+        by_choices=calibrator.by_choices,
         trials=tuple(search.summaries),
         chosen=best.name,
         distances=calibrator.distances(best.routing.k),
@@ -149,7 +151,7 @@ def _read_reference(
     elif tokenizer is None:
         raise ConfigError("calibrate needs the tokenizer to read examples: pass tokenizer=….")
     else:
-        reference = reference_tokens(model, tokenizer, iter_examples(examples), memory.build)
+        reference = choice_tokens(model, tokenizer, list(iter_examples(examples)), memory.build)
     _check_unseen(memory, reference)
     return reference
 

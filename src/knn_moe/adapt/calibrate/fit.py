@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from knn_moe.adapt.calibrate.objective import line_losses
 from knn_moe.adapt.calibrate.widths import WidthParameters
 from knn_moe.build.optimise import batch_losses
 from knn_moe.config import LayerRouting, RoutingConfig
@@ -92,15 +93,17 @@ class FitData(NamedTuple):
     tables: Sequence[NeighbourTable]
 
     def sample(self, tokens: int) -> FitData:
-        """Draw batches at random until they hold so many tokens, and six windows."""
+        """Draw batches at random until they hold so many tokens, and six windows; distractors are
+        not counted."""
         drawn: list[int] = []
         held = windows = 0
         for place in batch_order(len(self.batches), len(self.batches)):
             if held >= tokens and windows >= _LEAST_WINDOWS:
                 break
             drawn.append(place)
-            held += int(self.batches[place].real.sum())
-            windows += len(self.batches[place].ids)
+            counted = self.batches[place].counts > 0
+            held += int(self.batches[place].real[counted].sum())
+            windows += int(counted.sum())
         tables = [NeighbourTable([table.rows[place] for place in drawn]) for table in self.tables]
         return FitData([self.batches[place] for place in drawn], tables)
 
@@ -248,13 +251,12 @@ def fit_widths(
 def mean_loss(
     model: nn.Module, recalls: Sequence[FittedRecall], data: FitData, place: int
 ) -> Tensor:
-    """Return the mean loss of a batch's scored tokens, with every layer recalling."""
+    """Return the mean loss of a batch's scored tokens or choices, with every layer recalling."""
     batch = data.batches[place]
     spared = batch.first_tokens.to(input_device(model))
     for recall, table in zip(recalls, data.tables, strict=True):
         recall.rows, recall.spared = table.rows[place], spared
-    losses = batch_losses(model, batch.to(input_device(model)))
-    return losses.sum() / batch.scored.sum().to(losses.device)
+    return line_losses(model, batch).sum() / int(batch.counts.sum())
 
 
 def batch_order(count: int, steps: int) -> list[int]:

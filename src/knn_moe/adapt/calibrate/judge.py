@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from knn_moe.adapt.calibrate.objective import line_losses
 from knn_moe.adapt.calibrate.widths import DivergedError
-from knn_moe.build.optimise import batch_losses
 from knn_moe.config import RoutingConfig
 from knn_moe.recall.leave_one_out import Cases, LeaveOneOutRecall
 from knn_moe.recall.neighbours import Recalled
 from knn_moe.reference.windows import Batch
 from knn_moe.routers.intercept import RouterHook
-from knn_moe.routers.model_state import freeze, input_device, install_hooks
+from knn_moe.routers.model_state import freeze, install_hooks
 from knn_moe.support.statistics import Comparison, paired_bootstrap
 
 
@@ -58,7 +58,8 @@ class JudgedRecall(LeaveOneOutRecall):
 
 @dataclass(frozen=True)
 class Baseline:
-    """Batches to judge by, and the model alone on them: each line's summed loss and scored tokens.
+    """Batches to judge by, and the model alone on them: each line's loss, and the tokens (or
+    choices) that it counts for.
 
     Shapes: losses, tokens [lines] fp64, over all batches.
     """
@@ -72,8 +73,8 @@ class Baseline:
     def of(model: nn.Module, batches: Sequence[Batch]) -> Baseline:
         """Run the model alone."""
         with freeze(model):
-            losses = [line_losses(model, batch) for batch in batches]
-        tokens = [batch.scored.sum(dim=1).double() for batch in batches]
+            losses = [line_losses(model, batch).cpu() for batch in batches]
+        tokens = [batch.counts.double() for batch in batches]
         return Baseline(batches, torch.cat(losses), torch.cat(tokens))
 
     @property
@@ -99,11 +100,6 @@ class Baseline:
         return [column[sums[-1] > 0] for column in sums[:-1]]
 
 
-def line_losses(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the summed loss of each line of a batch. Shape [B] fp32, on the CPU."""
-    return batch_losses(model, batch.to(input_device(model))).sum(dim=1).cpu()
-
-
 @torch.no_grad()
 def judge(
     model: nn.Module, cases: Sequence[Cases], baseline: Baseline, config: RoutingConfig
@@ -123,7 +119,7 @@ def judge(
         for batch in baseline.batches:
             for recall in recalls:
                 recall.begin(batch)
-            lines.append(line_losses(model, batch))
+            lines.append(line_losses(model, batch).cpu())
     losses = torch.cat(lines)
     if not bool(losses.isfinite().all()):
         raise DivergedError

@@ -50,6 +50,7 @@ class Calibration:
 
     routing: RoutingConfig
     judgement: Judgement
+    by_choices: bool  # losses are of the choice among completions, not of tokens
     trials: tuple[TrialSummary, ...]
     chosen: str  # the name of one of the trials
     distances: Mapping[int, Distances]  # by layer
@@ -73,6 +74,7 @@ class Calibration:
         by_layer = judged.pop("mean_confidence")
         return {
             "helps": self.helps,
+            "by_choices": self.by_choices,
             **judged,
             "mean_confidence": {str(layer): value for layer, value in by_layer.items()},
             "chosen": self.chosen,

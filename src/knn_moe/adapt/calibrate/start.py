@@ -84,7 +84,7 @@ def measure_loss(model: nn.Module, cases: Sequence[FitCases], data: FitData, k: 
     total = tokens = 0.0
     with freeze(model), install_fitted_recall(cases, WidthParameters.of(cases), k) as recalls:
         for place, batch in enumerate(data.batches):
-            count = int(batch.scored.sum())
+            count = int(batch.counts.sum())
             total += count * float(mean_loss(model, recalls, data, place))
             tokens += count
     return total / tokens if math.isfinite(total) else math.inf

@@ -13,6 +13,7 @@ from knn_moe.adapt.calibrate.clock import Clock
 from knn_moe.adapt.calibrate.fit import FitCases, FitData, fit_widths, look_up_neighbours
 from knn_moe.adapt.calibrate.judge import Baseline, Judgement, judge
 from knn_moe.adapt.calibrate.language_head import HeadChoice, HeadReader, choose_head
+from knn_moe.adapt.calibrate.objective import find_temperature
 from knn_moe.adapt.calibrate.result import Distances, TrialSummary
 from knn_moe.adapt.calibrate.start import Direction, Start, choose_start
 from knn_moe.adapt.calibrate.values import ValueTraining, train_values
@@ -21,9 +22,11 @@ from knn_moe.config import CalibrationConfig, RoutingConfig
 from knn_moe.errors import CalibrationError
 from knn_moe.inference.attach import routers_for
 from knn_moe.memory.memory import RoutingMemory
+from knn_moe.reference.choices import ChoiceTokens
 from knn_moe.reference.provenance import owners
-from knn_moe.reference.splits import Part, split
+from knn_moe.reference.splits import Part, Splits, split
 from knn_moe.reference.windows import Batch, ReferenceTokens
+from knn_moe.routers.model_state import freeze
 from knn_moe.support.progress import OnProgress, StepCounter
 
 _WIDTH_PASSES: Final = 2  # over the examples to fit, at most
@@ -109,10 +112,7 @@ class Calibrator:
         self.model = model
         self.memory = memory
         self.config = config
-        self.splits = split(reference, config)
-        if judged is not None:
-            others = split(judged, config)
-            self.splits = self.splits._replace(choose=others.choose, judge=others.judge)
+        self.splits = _split(model, reference, judged or reference, config)
         self.ks = _possible_ks(memory, config)
         self.cases: Sequence[FitCases] = _open_cases(model, memory)
         batches = self._fit_batches(self.splits.fit)
@@ -122,6 +122,11 @@ class Calibrator:
         with self.clock.measure("neighbours looked up"):
             self.data = look_up_neighbours(model, self.cases, batches, self.ks[-1])
         self.choosing = Baseline.of(model, self._judge_batches(self.splits.choose))
+
+    @property
+    def by_choices(self) -> bool:
+        """Whether trials are compared by the choice among completions."""
+        return isinstance(self.splits.choose.reference, ChoiceTokens)
 
     def _expect_steps(self, batches: int) -> int:
         """Estimate the steps of all fits; how many rates are tried is known only in the end."""
@@ -273,6 +278,22 @@ class Calibrator:
 
     def _judge_batches(self, part: Part) -> list[Batch]:
         return list(part.batches(self.memory.build.batch_tokens))
+
+
+def _split(
+    model: nn.Module, reference: ReferenceTokens, judged: ReferenceTokens, config: CalibrationConfig
+) -> Splits:
+    """Split both: the first to fit on, the second to choose and judge by."""
+    if isinstance(judged, ChoiceTokens):
+        batches = split(judged, config).choose.batches(config.step_tokens)
+        with freeze(model):
+            temperature = find_temperature(model, batches)
+        reference = judged = replace(judged, temperature=temperature)
+    parts = split(judged, config)
+    if judged is reference:
+        return parts
+    others = split(reference, config)
+    return parts._replace(fit=others.fit, held_out=others.held_out)
 
 
 def _possible_ks(memory: RoutingMemory, config: CalibrationConfig) -> list[int]:

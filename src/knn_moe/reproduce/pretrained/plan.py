@@ -25,7 +25,8 @@ BASE: Final = "zero-shot"
 RIVAL: Final = "knn-lm"  # what a memory of the same text can do without routing
 TUNED: Final = ("sft-router", "sft")
 LEARNING: Final = (RIVAL, "knn-paper", "knn-calibrated", "knn-calibrated+head", *TUNED)
-STUDIED: Final = (BASE, *LEARNING, "5-shot", "c3po")
+BY_CHOICES: Final = "sft-router-choices"
+STUDIED: Final = (BASE, *LEARNING, BY_CHOICES, "knn-right-answers", "5-shot", "c3po")
 CARRIED: Final = ("knn-calibrated", "knn-calibrated+head", RIVAL, *TUNED)  # to other tasks
 
 # Methods that are prepared together: the second one's memory is the first one's.

@@ -22,7 +22,11 @@ from knn_moe.evaluation.evaluate import EvalConfig, QuestionSet, evaluate, prepa
 from knn_moe.evaluation.store import Run, find_finished_run
 from knn_moe.methods import METHODS, PreparedMethod, TaskContext, prepare
 from knn_moe.methods.registry import NOTHING, prepared_on
-from knn_moe.methods.sft import prepare_router_sft, prepare_sft
+from knn_moe.methods.sft import (
+    prepare_router_sft,
+    prepare_router_sft_on_choices,
+    prepare_sft,
+)
 from knn_moe.methods.training_loop import TuneConfig
 from knn_moe.reference.examples import Example
 from knn_moe.reproduce.pretrained import plan as p
@@ -36,6 +40,11 @@ from knn_moe.tasks.sandbox import check_programs
 from knn_moe.tasks.task import GENERATION, LIKELIHOOD, TEXT
 
 _MACHINE: Final = "machine.json"
+_TUNE: Final = {
+    "sft": prepare_sft,
+    "sft-router": prepare_router_sft,
+    p.BY_CHOICES: prepare_router_sft_on_choices,
+}
 Learned: TypeAlias = tuple[str | None, int | None]  # the source and size of a reference set
 
 
@@ -346,16 +355,15 @@ class PretrainedStudy:
         if rate is None:
             prepared = prepare(method, context)
         else:
-            tune = prepare_sft if method == "sft" else prepare_router_sft
             started = time.perf_counter()
-            tuned = tune(context, TuneConfig(learning_rates=(rate,)))
+            tuned = _TUNE[method](context, TuneConfig(learning_rates=(rate,)))
             seconds = time.perf_counter() - started
             prepared = PreparedMethod(tuned, seconds, prepared_on(method, context))
         return replace(prepared, prepared_on={**prepared.prepared_on, "source": learned[0]})
 
     def _known_rate(self, model: str, method: str) -> float | None:
         """Return the learning rate that a finished run of this method found, if there is one."""
-        if method not in p.TUNED:
+        if method not in _TUNE:
             return None
         runs = self.folder / "runs" / folder_name(model)
         for path in sorted(runs.glob(f"*/{method}-*/run.json")):
