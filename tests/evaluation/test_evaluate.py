@@ -340,7 +340,9 @@ def test_examples_have_the_form_of_the_questions(tiny_tokenizer: Any, quiz: Task
     (example,) = reference_examples(tiny_tokenizer, quiz, "likelihood", drawn)
     assert example.prompt.startswith("Question: Question number")
     examples = reference_examples(tiny_tokenizer, quiz, "likelihood")
-    assert examples[0] == Example(f"Question: {row['question']}\nAnswer:", right)
+    wrong = tuple(f" {choice}" for n, choice in enumerate(row["choices"]) if n != row["answer"])
+    prompt = f"Question: {row['question']}\nAnswer:"
+    assert examples[0] == Example(prompt, right, distractors=wrong)
     spoken = reference_examples(tiny_tokenizer, quiz, "generation")[0]
     assert f"The correct answer is ({'ABCDE'[row['answer']]})." in spoken.completion
     with pytest.raises(TaskDataError, match=r"quiz has no reference set in 'x'. .*--memory FOLDER"):
