@@ -33,12 +33,15 @@ METHODS: Final = {
 }
 PRETRAINED: Final = "smol-moe"
 GAINS: Final = {  # what README shows, by table of the study of pretrained models
-    "pretrained-accuracy": ("SciQ", "ARC-Easy", "CommonsenseQA", "OpenBookQA"),
+    "choices-accuracy": ("SciQ", "ARC-Easy", "CommonsenseQA", "OpenBookQA", "ARC-Challenge"),
     "pretrained-text": ("medical text", "sql text"),
 }
-STUDIED: Final = {
-    name: METHODS[name]
-    for name in ("zero-shot", "knn-calibrated", "knn-calibrated+head", "sft-router", "knn-lm")
+STUDIED: Final = {  # the rows of README: the methods for questions and for text
+    "zero-shot": ("zero-shot", "zero-shot"),
+    "knn-calibrated": ("knn-calibrated", "knn-calibrated"),
+    "knn-calibrated+head": (None, "knn-calibrated+head"),
+    "sft-router": ("sft-router-choices", "sft-router"),
+    "knn-lm": ("knn-lm", "knn-lm"),
 }
 COST_SHAPE: Final = "olmoe-1b-7b"
 
@@ -59,18 +62,22 @@ def read_measurement(name: str) -> Any:
 
 def gains_table() -> str:
     """Return the README's gains: what each method makes of questions and text on one model."""
-    cells: dict[str, list[str]] = {}
-    for table, titles in GAINS.items():
+    rows: dict[str, list[str]] = {METHODS[name]: [] for name in STUDIED}
+    for place, (table, titles) in enumerate(GAINS.items()):
         found = read_measurement(f"pretrained/{table}.json")
-        places = [found["columns"].index(title) for title in titles]
-        for row in found["rows"]:
-            if row[0]["text"] == PRETRAINED:
-                shown = cells.setdefault(row[1]["text"].lower(), [])
-                shown += [row[place]["text"] for place in places]
-    header = [PRETRAINED, *(f"{title} %" for title in GAINS["pretrained-accuracy"])]
+        columns = [found["columns"].index(title) for title in titles]
+        cells = {
+            row[1]["text"].lower(): [row[column]["text"] for column in columns]
+            for row in found["rows"]
+            if row[0]["text"] == PRETRAINED
+        }
+        for name, methods in STUDIED.items():
+            method = methods[place]
+            title = METHOD_SPECS[method].title.lower() if method else ""
+            rows[METHODS[name]] += cells[title] if title else ["-"] * len(titles)
+    header = [PRETRAINED, *(f"{title} %" for title in GAINS["choices-accuracy"])]
     header += [f"{title}, nats" for title in GAINS["pretrained-text"]]
-    lines = [[title, *cells[METHOD_SPECS[name].title.lower()]] for name, title in STUDIED.items()]
-    return markdown_table(header, lines)
+    return markdown_table(header, [[title, *row] for title, row in rows.items()])
 
 
 def pretrained_table(name: str) -> str:
