@@ -140,17 +140,22 @@ def test_values_are_trained_on_all_examples_in_the_end(
 
 @pytest.mark.slow
 def test_the_calibrate_command_writes_what_it_finds(
-    olmoe: PreTrainedModel, olmoe_folder: Path, sayings_folder: Path
+    olmoe: PreTrainedModel, olmoe_folder: Path, sayings_folder: Path, tmp_path: Path
 ) -> None:
     before = RoutingMemory.from_pretrained(sayings_folder)
     arguments = ("calibrate", olmoe_folder, sayings_folder, "-k", 4, "--value-rate", 0.3)
     tried = run_cli(*arguments, "--dry-run", "--json")
     assert tried.exit_code == 0, tried.output
+    copied = run_cli(*arguments, "-o", tmp_path / "copy")
+    assert copied.exit_code == 0, copied.output
     assert RoutingMemory.from_pretrained(sayings_folder).manifest == before.manifest
-    done = run_cli(*arguments)
+    done = run_cli(*arguments, "--in-place")
     assert done.exit_code == 0, done.output
     assert "K = 4" in done.stdout
     after = RoutingMemory.from_pretrained(sayings_folder)
+    copy = RoutingMemory.from_pretrained(tmp_path / "copy")
+    assert copy.routing == after.routing
+    assert copy.layers[0].values.equal(after.layers[0].values)
     report = json.loads(tried.stdout)
     assert after.routing.to_dict() == report["routing"]
     assert after.manifest.calibration["change"] == report["change"]
@@ -196,17 +201,23 @@ def test_the_calibrate_command_refuses(
 ) -> None:
     before = sorted(path.read_bytes() for path in sayings_folder.iterdir())
     (tmp_path / "few.jsonl").write_text(json.dumps({"text": "4 5 6 7"}) + "\n")
+    new = ("-o", tmp_path / "new")
     for arguments, message in (
-        ((sayings_folder, tmp_path / "few.jsonl"), "there are 1"),
-        ((sayings_folder, tmp_path / "none.jsonl"), "none.jsonl"),
-        ((tmp_path / "nothing",), "nothing"),
+        ((sayings_folder, tmp_path / "few.jsonl", *new), "there are 1"),
+        ((sayings_folder, tmp_path / "none.jsonl", *new), "none.jsonl"),
+        ((tmp_path / "nothing", "--in-place"), "nothing"),
         ((sayings_folder, "-k", 0), "neighbours must be"),
         ((sayings_folder, "--keep-values", "--value-rate", 0.1), "contradict each other"),
+        ((sayings_folder,), "-o FOLDER writes a new memory, and --in-place changes"),
+        ((sayings_folder, *new, "--in-place"), "-o and --in-place contradict each other"),
+        ((sayings_folder, "--in-place", "--dry-run"), "--in-place and --dry-run contradict"),
+        ((sayings_folder, "-o", sayings_folder), "exists already"),
     ):
         result = run_cli("calibrate", olmoe_folder, *arguments)
         assert result.exit_code == 2
         assert message in " ".join(result.stderr.split())
     assert sorted(path.read_bytes() for path in sayings_folder.iterdir()) == before
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.slow

@@ -198,7 +198,7 @@ def test_the_command_writes_a_head(olmoe_folder: Path, sayings_folder: Path) -> 
     arguments = ("calibrate", olmoe_folder, sayings_folder, "-k", 4, "--value-rate", 0.3, "--head")
     tried = run_cli(*arguments, "--dry-run", "--json")
     assert tried.exit_code == 0, tried.output
-    done = run_cli(*arguments)
+    done = run_cli(*arguments, "--in-place")
     assert done.exit_code == 0, done.output
     head = RoutingMemory.from_pretrained(sayings_folder).routing.head
     assert head is not None

@@ -15,6 +15,7 @@ from knn_moe.cli.common import (
     json_option,
     load_model,
     model_options,
+    overwrite_option,
     pick_given,
     print_json,
     print_note,
@@ -58,6 +59,9 @@ if TYPE_CHECKING:
     help="Also predict the next token from what followed the nearest cases, as kNN-LM does: with "
     "routing or without, whichever is better.",
 )
+@click.option("-o", "--output", type=PATH, help="Write the calibrated memory to this folder.")
+@overwrite_option
+@click.option("--in-place", is_flag=True, help="Write the calibration into MEMORY itself.")
 @click.option("--dry-run", is_flag=True, help="Show what would be chosen, and write nothing.")
 @force_option
 @model_options
@@ -65,11 +69,12 @@ if TYPE_CHECKING:
 def command(
     model: str, memory: Path, reference: Path | None, as_json: bool, **options: Any
 ) -> None:
-    """Choose how MEMORY is used on MODEL, and write the choice into it.
+    """Choose how MEMORY is used on MODEL, and write a memory that is used like that.
 
     \b
-    knn-moe calibrate tiny-olmoe memory
-    knn-moe calibrate tiny-olmoe memory more.jsonl
+    knn-moe calibrate tiny-olmoe memory -o calibrated
+    knn-moe calibrate tiny-olmoe memory more.jsonl -o calibrated
+    knn-moe calibrate tiny-olmoe memory --in-place
     knn-moe calibrate tiny-olmoe memory --dry-run --json
 
     Calibration reads the reference set that MEMORY was built from, or REFERENCE, a file of the same
@@ -83,13 +88,8 @@ def command(
     from knn_moe.memory.memory import RoutingMemory
     from knn_moe.reference.examples import iter_examples
 
-    config, dry_run = _calibration_config(options), options["dry_run"]
+    config, target = _calibration_config(options), _choose_target(memory, options)
     examples = None if reference is None else list(iter_examples(reference))
-    if not dry_run and not memory.is_dir():
-        raise click.UsageError(
-            f"There is no folder {str(memory)!r} to write a calibration into. Give the folder of a "
-            f"memory, or use --dry-run."
-        )
     opened = RoutingMemory.from_pretrained(memory)
     network, tokenizer = load_model(model, options["device"], options["dtype"])
     with show_progress("Calibrating") as report:
@@ -102,13 +102,50 @@ def command(
             force=options["force"],
             on_progress=report,
         )
-    if not dry_run:
-        write_calibrated(calibration.apply(opened), memory)
+    if target is not None:
+        how = {name: options[name] for name in ("in_place", "overwrite")}
+        write_calibrated(calibration.apply(opened), target, **how)
     if as_json:
-        print_json({"routing": calibration.routing.to_dict(), **calibration.report()})
+        folder = None if target is None else str(target)
+        chosen = {"folder": folder, "routing": calibration.routing.to_dict()}
+        print_json({**chosen, **calibration.report()})
     else:
         show_calibration(calibration)
-        print_note("Nothing was written." if dry_run else f"Wrote the calibration into {memory}.")
+        wrote = "Nothing was written." if target is None else f"Wrote the memory to {target}."
+        print_note(wrote)
+
+
+def _choose_target(memory: Path, options: Mapping[str, Any]) -> Path | None:
+    """Return the folder to write to, or None to write nothing.
+
+    Raises:
+        UsageError: The options name no place to write to, or more than one.
+        MemoryFormatError: The folder is occupied.
+    """
+    from knn_moe.memory.files import refuse_existing
+
+    output = options["output"]
+    ways = {"-o": output is not None}
+    ways |= {f"--{name}": options[name.replace("-", "_")] for name in ("in-place", "dry-run")}
+    given = [name for name, is_given in ways.items() if is_given]
+    if not given:
+        raise click.UsageError(
+            "Say where the calibrated memory goes: -o FOLDER writes a new memory, and --in-place "
+            f"changes {str(memory)!r}. With --dry-run nothing is written."
+        )
+    if len(given) > 1:
+        raise click.UsageError(
+            f"{' and '.join(given)} contradict each other. Give -o FOLDER to write a new memory, "
+            f"--in-place to change {str(memory)!r}, or --dry-run to write nothing."
+        )
+    if options["in_place"] and not memory.is_dir():
+        raise click.UsageError(
+            f"There is no folder {str(memory)!r} to write a calibration into. Give the folder of a "
+            f"memory, or -o FOLDER to write a new one."
+        )
+    if output is not None:
+        refuse_existing(output, overwrite=options["overwrite"])
+    return memory if options["in_place"] else output
 
 
 def _calibration_config(options: Mapping[str, Any]) -> CalibrationConfig:

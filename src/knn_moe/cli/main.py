@@ -80,8 +80,8 @@ def main() -> None:
 
     \b
     knn-moe build tiny-olmoe reference.jsonl -o memory
-    knn-moe calibrate tiny-olmoe memory
-    knn-moe generate tiny-olmoe "A fever is" --memory memory --compare
+    knn-moe calibrate tiny-olmoe memory -o calibrated
+    knn-moe generate tiny-olmoe "A fever is" --memory calibrated --compare
 
     A memory stores, for every token of a reference set, the router input and better routing logits.
     While the model runs, each router recalls the cases nearest to its input and mixes their logits

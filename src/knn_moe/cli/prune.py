@@ -44,7 +44,7 @@ def command(names: tuple[str, ...], output: Path | None, as_json: bool, **option
     \b
     knn-moe prune tiny-olmoe memory --keep 0.25 -o memory-small
     knn-moe prune memory --keep 0.25 --by chance
-    knn-moe calibrate tiny-olmoe memory-pruned
+    knn-moe calibrate tiny-olmoe memory-pruned -o calibrated
 
     Exact repeats of a case are dropped first. Only a memory pruned by chance can be calibrated on
     its own examples: if they chose the cases, they cannot also judge them.

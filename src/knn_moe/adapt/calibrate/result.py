@@ -109,11 +109,20 @@ def _round(number: float) -> float:
     return float(f"{number:.4g}")
 
 
-def write_calibrated(memory: RoutingMemory, folder: Path) -> RoutingMemory:
-    """Write a calibrated memory to the folder it was opened from: the manifest alone, or all of it
-    where values or head keys changed."""
-    if memory.folder is None:
-        memory.save_pretrained(folder, overwrite=True)
-    else:
+def write_calibrated(
+    memory: RoutingMemory, folder: Path, *, in_place: bool = True, overwrite: bool = False
+) -> RoutingMemory:
+    """Write a calibrated memory and open it.
+
+    Args:
+        memory: What `Calibration.apply` returned.
+        folder: Where to write it.
+        in_place: The memory was opened from `folder`: where neither values nor head keys changed,
+            only its manifest is written.
+        overwrite: Replace another memory that is in `folder`.
+    """
+    if in_place and memory.folder is not None:
         reseal(folder, memory.manifest)
+    else:
+        memory.save_pretrained(folder, overwrite=in_place or overwrite)
     return RoutingMemory.from_pretrained(folder, verify=False)
