@@ -218,3 +218,16 @@ def test_a_space_that_a_tokenizer_drops_is_kept(zoo_tokenizer: Any) -> None:
     assert [token.text for token in numbers.tokens] == [" 3", " 4", " 5"]
     case = explanation.tokens[1].cases[0]
     assert (case.before, case.token, case.after) == ("3", " 4", " 5")
+
+
+def test_tokens_that_share_a_character(tiny_olmoe: PreTrainedModel, tiny_tokenizer: Any) -> None:
+    """The character belongs to the token that completes it, in texts and in recalled cases."""
+    text = "It’s 我们 🙂 and don’t go."
+    memory = build_memory(tiny_olmoe, tiny_tokenizer, [text], replace(BUILD, max_length=64))
+    with attach(tiny_olmoe, memory) as routing:
+        explanation = routing.explain(text, tokenizer=tiny_tokenizer)
+    assert "".join(token.text for token in explanation.tokens) == text
+    assert "" in [token.text for token in explanation.tokens]
+    for case in (case for token in explanation.tokens for case in token.cases):
+        assert case.before + case.token + case.after in text
+    assert "\N{REPLACEMENT CHARACTER}" not in str(explanation)

@@ -16,7 +16,9 @@ from knn_moe.errors import ConfigError
 from knn_moe.explain.explanation import ExplainedToken, Explanation, RecalledCase
 from knn_moe.explain.trace import Attached, LayerTrace, trace
 from knn_moe.reference.provenance import Provenance
+from knn_moe.support.characters import character_pieces
 
+_TORN: Final = "\N{REPLACEMENT CHARACTER}"
 _BEFORE: Final = 10  # tokens of a case's text that are shown before its own
 
 
@@ -36,11 +38,10 @@ class Describer:
         self._cases: dict[int, tuple[str, str, str]] = {}
 
     def describe_tokens(self, ids: Sequence[int]) -> list[str]:
-        """Return the text of each token."""
-        return [
-            self._decode_after(ids[max(position - 1, 0) : position], ids[position : position + 1])
-            for position in range(len(ids))
-        ]
+        """Return the characters that each token completes, or its number."""
+        if self.tokenizer is None:
+            return [f" {token}" for token in ids]
+        return character_pieces(self.tokenizer, ids)
 
     def describe_case(self, layer: int, position: int, found: LayerTrace) -> RecalledCase:
         """Return the nearest case that `layer` recalled for the token at `position`."""
@@ -70,25 +71,13 @@ class Describer:
         """Return the text of a case before, at and after its token."""
         if row not in self._cases:
             ids, at = self.provenance.context(row, before=_BEFORE)
-            before, token, after = ids[:at], ids[at : at + 1], ids[at + 1 :]
-            self._cases[row] = (
-                self._decode_after([], before),
-                self._decode_after(before, token),
-                self._decode_after([*before, *token], after),
+            pieces = self.describe_tokens(ids)
+            before, token, after = (
+                "".join(part) for part in (pieces[:at], pieces[at : at + 1], pieces[at + 1 :])
             )
+            # The context may begin and end inside a character.
+            self._cases[row] = (before.lstrip(_TORN), token, after.rstrip(_TORN))
         return self._cases[row]
-
-    def _decode_after(self, context: Sequence[int], ids: Sequence[int]) -> str:
-        """Return the text of `ids` after `context`: some tokenizers drop a text's first space."""
-        if self.tokenizer is None:
-            return "".join(f" {token}" for token in ids)
-        start, whole = self._decode(context), self._decode([*context, *ids])
-        cut = start.endswith("\N{REPLACEMENT CHARACTER}")  # within a character
-        return self._decode(ids) if cut or not whole.startswith(start) else whole[len(start) :]
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        text: str = self.tokenizer.decode(list(ids)) if ids else ""
-        return text
 
 
 def explain_sequences(
