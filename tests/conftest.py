@@ -24,6 +24,7 @@ if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
 
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from helpers.browser import chromium as chromium
 from helpers.commands import run_cli, save_model
 from helpers.tiny import trained, words
 from helpers.zoo import BUILD, TEXTS, VOCABULARY, encode, family, make_texts

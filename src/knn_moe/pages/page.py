@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
+from markupsafe import Markup
 
 from knn_moe.pages import words
 from knn_moe.support.files import write_whole
@@ -22,6 +23,8 @@ def render(template: str, context: dict[str, Any]) -> str:
         lstrip_blocks=True,
     )
     environment.globals["words"] = words
+    # A library's braces are no template's.
+    environment.globals["read"] = lambda name: Markup(_read_template(name))
     return environment.get_template(template).render(context)
 
 
