@@ -145,11 +145,6 @@ def test_generate(saved_model: Path, saved_memory: Path) -> None:
     assert "What the memory did" in sampled[0]
 
 
-def test_merge(saved_memory: Path, tmp_path: Path) -> None:
-    facts = run_json("merge", saved_memory, saved_memory, "-o", tmp_path / "both")
-    assert facts["cases"] == 2 * len(RoutingMemory.from_pretrained(saved_memory))
-
-
 def test_compress_with_every_option(saved_memory: Path, tmp_path: Path) -> None:
     options = ("--bits", 8, "--value-bits", 4, "--probes", 3, "--dims", 128, "--rerank")
     compress = ("compress", saved_memory, "-o", tmp_path / "m", "--similarity", "cosine")

@@ -81,7 +81,7 @@ def test_other_commands(hostile_model: Path, hostile_memory: Path, tmp_path: Pat
     commands = [
         ("routers", hostile_model),
         ("compress", hostile_memory, "-o", small),
-        ("merge", hostile_memory, hostile_memory, "-o", tmp_path / "merged"),
+        ("merge", hostile_memory, "-o", tmp_path / "merged"),
         ("drop", hostile_memory, "--example", 0, "-o", tmp_path / "dropped"),
         ("prune", hostile_memory, "--keep", 0.5, "--by", "chance", "-o", tmp_path / "pruned"),
     ]

@@ -185,7 +185,7 @@ def test_readers_see_the_old_or_the_new_memory(
 def test_merging_in_place_again_is_refused(
     built: RoutingMemory, folder: Path, zoo_tokenizer: object
 ) -> None:
-    other = build_memory(family("olmoe"), zoo_tokenizer, make_texts(3, seed=4))
+    other = build_memory(family("olmoe"), zoo_tokenizer, make_texts(3, seed=4), CONFIG)
     opened = RoutingMemory.from_pretrained(folder)
     whole = opened.merge(other, folder=folder, overwrite=True)
     assert len(whole) == len(built) + len(other)

@@ -7,6 +7,7 @@ gets there, `reader.py` how it comes back.
 from __future__ import annotations
 
 import tempfile
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,13 @@ from knn_moe.memory.gamma import estimate_gammas
 from knn_moe.memory.head_keys import HeadKeys, join_head_keys, uses_head_keys
 from knn_moe.memory.layers import LayerMemory
 from knn_moe.memory.manifest import MemoryManifest
-from knn_moe.memory.merging import check_mergeable, join_pruned, refuse_merging_again
+from knn_moe.memory.merging import (
+    check_mergeable,
+    differing_settings,
+    join_pruned,
+    refuse_merging_again,
+    refuse_one_memory_twice,
+)
 from knn_moe.memory.reader import read_folder
 from knn_moe.memory.writer import MemoryWriter, write_layers
 from knn_moe.reference.provenance import Provenance, check_droppable, concatenate, owners
@@ -176,9 +183,10 @@ class RoutingMemory:
     ) -> RoutingMemory:
         """Make one memory of the cases of all. γ is computed from their joint distances.
 
-        The manifest is the first memory's; what a calibration found for that one alone is
-        forgotten, and the routing of its preset is back. First tokens are left to the router if any
-        memory does so: trained values may harm them.
+        The manifest is the first memory's, and a warning names the settings that differ. What a
+        calibration found for that one alone is forgotten, its head included, and the routing of its
+        preset is back. First tokens are left to the router if any memory does so: trained values
+        may harm them.
 
         Args:
             others: Memories for the same model, built alike.
@@ -190,14 +198,18 @@ class RoutingMemory:
             The merged memory.
 
         Raises:
-            MemoryMismatchError: The memories do not belong together.
+            MemoryMismatchError: The memories do not belong together, or two are the same.
         """
         memories = [self, *others]
         for memory in memories:
             memory.full_layers()
             check_mergeable(self, memory)
+        refuse_one_memory_twice(memories)
         if folder is not None:
             refuse_merging_again(memories, Path(folder))
+        differing = differing_settings(memories)
+        if differing is not None:
+            warnings.warn(differing, stacklevel=2)
         manifest = self.manifest.without_calibration()
         spare = any(memory.routing.spare_first_token for memory in memories)
         manifest = replace(

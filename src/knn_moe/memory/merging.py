@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from knn_moe.config import as_json
 from knn_moe.errors import MemoryMismatchError
 from knn_moe.memory.manifest import join_scores
 from knn_moe.reference.provenance import owners
 
 if TYPE_CHECKING:
     from knn_moe.memory.memory import RoutingMemory
+
+# Settings that change no case, and one that is joined.
+_NO_MATTER: Final = ("batch_tokens", "loss", "stats", "spare_first_token")
 
 
 def join_pruned(memories: Sequence[RoutingMemory]) -> dict[str, Any] | None:
@@ -40,6 +45,135 @@ def refuse_merging_again(memories: Sequence[RoutingMemory], folder: Path) -> Non
                 f"The memory in {str(folder)!r} holds all examples of the others already. There is "
                 f"nothing to merge."
             )
+
+
+def refuse_one_memory_twice(memories: Sequence[RoutingMemory]) -> None:
+    """Raise MemoryMismatchError if two of the memories are one: every case would be there twice."""
+    for (here, first), (there, second) in combinations(enumerate(memories), 2):
+        if _in_one_folder(first, second) or _have_same_cases(first, second):
+            names = f"{_name(first, here)} and {_name(second, there)}"
+            raise MemoryMismatchError(
+                f"{names} are the same memory: every case would be there twice. Name each "
+                f"memory once."
+            )
+
+
+def _in_one_folder(first: RoutingMemory, second: RoutingMemory) -> bool:
+    folders = [each.folder.resolve() for each in (first, second) if each.folder is not None]
+    return first is second or (len(folders) == 2 and folders[0] == folders[1])
+
+
+def _have_same_cases(first: RoutingMemory, second: RoutingMemory) -> bool:
+    mine, theirs = first.provenance.tensors(), second.provenance.tensors()
+    if not len(first) or not all(torch.equal(mine[name], theirs[name]) for name in mine):
+        return False
+    layers, others = first.full_layers(), second.full_layers()
+    return all(torch.equal(layers[index].values, others[index].values) for index in layers)
+
+
+def differing_settings(memories: Sequence[RoutingMemory]) -> str | None:
+    """Say which settings differ and whose hold; None if all memories have the same."""
+    first, *others = [_settings(memory) for memory in memories]
+    differing = {
+        name: value
+        for name, value in first.items()
+        if any(other[name] != value for other in others)
+    }
+    if not differing:
+        return None
+    name_of_first = _name(memories[0], 0)
+    told = [
+        ", ".join(
+            [
+                f"{name} {_shown(value)} in {name_of_first}",
+                *(
+                    f"{_shown(other[name])} in {_name(memories[number], number)}"
+                    for number, other in enumerate(others, 1)
+                    if other[name] != value
+                ),
+            ]
+        )
+        for name, value in differing.items()
+    ]
+    return (
+        f"The memories have different settings: {'; '.join(told)}. Each case keeps the value it "
+        f"was built with. The merged memory has the settings of {name_of_first}."
+    )
+
+
+def _settings(memory: RoutingMemory) -> dict[str, Any]:
+    """Return what a merge may have to choose between: not what it drops."""
+    manifest = memory.manifest.without_calibration()
+    settings = {**as_json(manifest.build), **as_json(manifest.routing)}
+    settings["control seed"] = manifest.random_seed
+    return {name: value for name, value in settings.items() if name not in _NO_MATTER}
+
+
+def describe_merge(memories: Sequence[RoutingMemory]) -> list[str]:
+    """Say in sentences what a merge of `memories` keeps, computes again and drops."""
+    return [*_describe_kept(memories), *_describe_dropped(memories)]
+
+
+def _describe_kept(memories: Sequence[RoutingMemory]) -> Iterator[str]:
+    first = memories[0]
+    build, routing = first.build, first.manifest.without_calibration().routing
+    yield (
+        f"Kept: all {sum(map(len, memories)):,} cases with their values, and the settings of "
+        f"{_name(first, 0)}: preset {build.preset}, {build.steps} steps of {build.learning_rate:g} "
+        f"to build; K = {routing.k} and {routing.similarity} similarity to recall."
+    )
+    sparing = _names(memories, [memory.routing.spare_first_token for memory in memories])
+    if sparing and not routing.spare_first_token:
+        yield f"Also kept: first tokens are left to the router, as in {sparing}."
+    repeated = _count_repeated(memories)
+    if repeated:
+        yield (
+            f"{repeated:,} examples are in more than one of the memories. Their cases are kept "
+            f"each time."
+        )
+    if len(memories) > 1:
+        yield "Computed again: the width (γ) of each layer, from the cases of all."
+
+
+def _describe_dropped(memories: Sequence[RoutingMemory]) -> Iterator[str]:
+    calibrated = [memory.manifest.calibration is not None for memory in memories]
+    if any(calibrated):
+        heads = [
+            has and memory.routing.head is not None
+            for has, memory in zip(calibrated, memories, strict=True)
+        ]
+        head = f", and the language-model head of {_names(memories, heads)}" if any(heads) else ""
+        yield f"Dropped: the calibration of {_names(memories, calibrated)}{head}."
+    trained = [memory.manifest.values_trained for memory in memories]
+    if any(trained):
+        yield (
+            f"The values of {_names(memories, trained)} stay as calibration trained them. "
+            f"To calibrate the result, name a reference set of other examples."
+        )
+    elif any(calibrated):
+        yield "Run knn-moe calibrate on the result."
+
+
+def _count_repeated(memories: Sequence[RoutingMemory]) -> int:
+    """Return how many examples are in more than one memory."""
+    each = [owners(memory.provenance).unique() for memory in memories]
+    _, counts = torch.cat(each).unique(return_counts=True)
+    return int((counts > 1).sum())
+
+
+def _names(memories: Sequence[RoutingMemory], which: Sequence[bool]) -> str:
+    named = [_name(memory, number) for number, memory in enumerate(memories) if which[number]]
+    return " and ".join(named)
+
+
+def _name(memory: RoutingMemory, number: int) -> str:
+    """Return the folder that the user knows the memory by, or its place in the order given."""
+    known = memory.folder is not None and memory._holds is None
+    return repr(str(memory.folder)) if known else f"memory {number + 1}"
+
+
+def _shown(value: Any) -> str:
+    return "unset" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def check_mergeable(first: RoutingMemory, other: RoutingMemory) -> None:
