@@ -18,6 +18,7 @@ GRADIENTS: Final = ("sparse", "dense")
 TOKENS: Final = ("all", "completion")
 INDEXES: Final = ("exact", "faiss-flat", "ivfpq", "fast")
 HEAD_KEYS: Final = ("router", "hidden")
+LEAST_EXAMPLES: Final = 24  # different ones, to calibrate on
 
 PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
     # §5.1 "Implementation Details": S = 1, η = 2e-2, K = 1, RBF kernel.

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from knn_moe.reproduce.catalogue import TABLES
 from knn_moe.reproduce.paper import PAPER
-from knn_moe.reproduce.reproduce import TABLES
 
 TEX = Path(os.environ.get("KNN_MOE_DATA") or "../shared/data").parent / "paper.tex"
 LABELS = {  # of these tables in the paper's source

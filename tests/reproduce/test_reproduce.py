@@ -13,8 +13,9 @@ from helpers.commands import assert_refused, run_cli
 from helpers.small_models import load_small
 from knn_moe.errors import ConfigError, KnnMoeError, RunError
 from knn_moe.evaluation.store import read_run
+from knn_moe.reproduce.catalogue import TABLES, choose_tables
 from knn_moe.reproduce.plan import PAPER_TASKS, Plan
-from knn_moe.reproduce.reproduce import TABLES, choose_tables, reproduce
+from knn_moe.reproduce.reproduce import reproduce
 from knn_moe.reproduce.study import Study
 from knn_moe.reproduce.table import Table
 from knn_moe.reproduce.write import read_table
@@ -169,8 +170,7 @@ def test_a_table_that_fails_does_not_stop_the_others(
     def fails(study: Study) -> Table:
         raise ConfigError("This one cannot be made.")
 
-    broken = replace(TABLES["selective"], make=fails)
-    monkeypatch.setitem(TABLES._entries, "selective", broken)
+    monkeypatch.setattr("knn_moe.reproduce.results.selective", fails)
     tables = reproduce(
         make_study(quiz, tmp_path, limit=3, reference=3), ["selective", "perplexity"]
     )

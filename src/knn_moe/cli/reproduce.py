@@ -130,7 +130,8 @@ def tables_command(
 
 
 def _reproduce(tables: tuple[str, ...], output: Path, options: dict[str, Any]) -> list[Table]:
-    from knn_moe.reproduce.reproduce import choose_tables, reproduce
+    from knn_moe.reproduce.catalogue import choose_tables
+    from knn_moe.reproduce.reproduce import reproduce
     from knn_moe.reproduce.study import Study
     from knn_moe.routers.find import find_routers
 
@@ -166,7 +167,7 @@ def _make_plan(options: Any) -> Plan:
 
 
 def _show_list(as_json: bool) -> None:
-    from knn_moe.reproduce.reproduce import TABLES
+    from knn_moe.reproduce.catalogue import TABLES
 
     rows = [(name, spec.title, spec.number) for name, spec in TABLES.items()]
     if as_json:

@@ -20,7 +20,7 @@ from knn_moe.memory.compressed import CompressedLayer
 from knn_moe.memory.memory import RoutingMemory
 from knn_moe.methods import METHODS, check_method
 from knn_moe.methods import check_model as check_method_on_model
-from knn_moe.methods.registry import MEMORY
+from knn_moe.methods.catalogue import MEMORY
 from knn_moe.recall.layer import index_of
 from knn_moe.tasks.data import TaskData
 

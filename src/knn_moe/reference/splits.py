@@ -16,11 +16,10 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from knn_moe.config import CalibrationConfig
+from knn_moe.config import LEAST_EXAMPLES, CalibrationConfig
 from knn_moe.errors import CalibrationError
 from knn_moe.reference.windows import Batch, ReferenceTokens
 
-LEAST_EXAMPLES: Final = 24
 _LEAST_JUDGED: Final = 6  # that all of six examples gain by chance has a probability of 1 in 64
 
 

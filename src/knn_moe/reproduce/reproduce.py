@@ -5,71 +5,23 @@ A table that is on disk already is read, not made again. Tables share their runs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import as_completed
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
-from typing import Final
 
 import torch
 
 from knn_moe.errors import ConfigError, KnnMoeError
-from knn_moe.reproduce import costs, results, sweeps
+from knn_moe.reproduce.catalogue import ALL, TABLES, choose_tables
 from knn_moe.reproduce.paper import PAPER
 from knn_moe.reproduce.study import Study
 from knn_moe.reproduce.table import Table
 from knn_moe.reproduce.write import read_table, write_all_tables, write_table
 from knn_moe.support.processes import end_with_parent, process_pool
 from knn_moe.support.progress import Progress, ignore_progress
-from knn_moe.support.registry import Registry
 from knn_moe.tasks.sandbox import check_programs
-
-ALL: Final = "all"
-
-
-@dataclass(frozen=True)
-class TableSpec:
-    """A table of the paper: its title, its number there, and the function that makes it here."""
-
-    title: str
-    number: str
-    make: Callable[[Study], Table]
-    questions: bool = False  # whether it needs a task that is not plain text
-
-
-TABLES: Final = Registry(
-    "table",
-    {
-        "main": TableSpec("Main results", "Table 1", results.main),
-        "perplexity": TableSpec("Gains by perplexity", "Table 2", results.perplexity),
-        "selective": TableSpec("Selective", "Table 3", results.selective),
-        "reference-size": TableSpec("Reference set size", "Table 4", sweeps.reference_size),
-        "neighbours": TableSpec("Number of neighbours K", "Table 5", sweeps.neighbours),
-        "steps": TableSpec("Gradient descent steps S", "Table 6", sweeps.steps),
-        "construction-time": TableSpec("Construction time", "Table 7", costs.construction_time),
-        "inference-speed": TableSpec("Inference speed", "Table 8", costs.inference_speed),
-        "memory-use": TableSpec("VRAM", "Table 9", costs.memory_use),
-        "c3po": TableSpec("Comparison with C3PO", "Table 10", results.c3po, questions=True),
-        "load-balancing": TableSpec("Load balancing", "Table 11", results.load_balancing),
-        "similarity": TableSpec("Similarity functions", "Table 12", sweeps.similarity),
-        "top1-share": TableSpec("Share of the nearest", "Table 13", sweeps.top1_share),
-        "seeds": TableSpec("Random seeds", "Table 14", sweeps.seeds),
-    },
-)
-
-
-def choose_tables(names: Sequence[str]) -> list[str]:
-    """Return the names, each once; every table in the paper's order if `all` is among them.
-
-    Raises:
-        ConfigError: There is no table of that name.
-    """
-    if ALL in names:
-        return list(TABLES)
-    for name in names:
-        TABLES.find(name, f" Or {ALL} of them.")
-    return list(dict.fromkeys(names))
 
 
 def reproduce(study: Study, names: Sequence[str]) -> Iterator[Table]:

@@ -21,7 +21,8 @@ from knn_moe.errors import ConfigError, KnnMoeError, ModelTooLargeError
 from knn_moe.evaluation.evaluate import EvalConfig, QuestionSet, evaluate, prepare_questions
 from knn_moe.evaluation.store import Run, find_finished_run
 from knn_moe.methods import METHODS, PreparedMethod, TaskContext, prepare
-from knn_moe.methods.registry import NOTHING, prepared_on
+from knn_moe.methods.catalogue import NOTHING
+from knn_moe.methods.registry import prepared_on
 from knn_moe.methods.sft import (
     prepare_router_sft,
     prepare_router_sft_on_choices,
