@@ -76,11 +76,18 @@ def test_equations_import_nothing_of_ours() -> None:
 def test_public_names_are_those_meant() -> None:
     assert knn_moe.__all__ == [
         "BuildConfig",
+        "Calibration",
+        "CalibrationConfig",
+        "EvalConfig",
         "Example",
+        "Explanation",
         "HeadConfig",
         "IndexConfig",
         "KnnMoeError",
         "LabelConfig",
+        "LayerRouting",
+        "Memories",
+        "Routing",
         "RoutingConfig",
         "RoutingMemory",
         "attach",
@@ -88,17 +95,21 @@ def test_public_names_are_those_meant() -> None:
         "build_calibrated",
         "build_memory",
         "calibrate",
+        "compare_runs",
         "compress",
         "control",
+        "detach",
+        "evaluate",
         "find_routers",
         "label",
         "load_examples",
+        "load_model",
         "prune",
     ]
     assert dir(knn_moe) == sorted([*knn_moe.__all__, "__version__"])
     assert all(getattr(knn_moe, name).__module__.startswith("knn_moe.") for name in knn_moe.__all__)
-    with pytest.raises(AttributeError, match="no attribute 'detach'"):
-        _ = knn_moe.detach
+    with pytest.raises(AttributeError, match="no attribute 'remember'"):
+        _ = knn_moe.remember
 
 
 def test_every_module_says_what_it_knows() -> None:

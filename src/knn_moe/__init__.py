@@ -1,6 +1,7 @@
 """kNN-MoE: adapt a frozen Mixture-of-Experts language model by recalling better expert choices.
 
->>> memory = build_memory(model, tokenizer, load_examples("ref.jsonl"), BuildConfig())
+>>> model, tokenizer = load_model("tiny-olmoe")
+>>> memory = build_memory(model, tokenizer, "ref.jsonl")
 >>> with attach(model, memory):
 ...     model.generate(**inputs)
 
@@ -13,16 +14,26 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from knn_moe.adapt.calibrate.build_calibrated import build_calibrated as build_calibrated
     from knn_moe.adapt.calibrate.calibrate import calibrate as calibrate
+    from knn_moe.adapt.calibrate.result import Calibration as Calibration
     from knn_moe.adapt.compress import compress as compress
     from knn_moe.adapt.controls import control as control
     from knn_moe.adapt.prune.prune import prune as prune
     from knn_moe.build.build import build_memory as build_memory
     from knn_moe.config import BuildConfig as BuildConfig
+    from knn_moe.config import CalibrationConfig as CalibrationConfig
     from knn_moe.config import HeadConfig as HeadConfig
     from knn_moe.config import IndexConfig as IndexConfig
+    from knn_moe.config import LayerRouting as LayerRouting
     from knn_moe.config import RoutingConfig as RoutingConfig
     from knn_moe.errors import KnnMoeError as KnnMoeError
+    from knn_moe.evaluation.compare import compare_runs as compare_runs
+    from knn_moe.evaluation.evaluate import EvalConfig as EvalConfig
+    from knn_moe.evaluation.evaluate import evaluate as evaluate
+    from knn_moe.explain.explanation import Explanation as Explanation
+    from knn_moe.inference.attach import Routing as Routing
     from knn_moe.inference.attach import attach as attach
+    from knn_moe.inference.attach import detach as detach
+    from knn_moe.inference.several import Memories as Memories
     from knn_moe.inference.several import attach_all as attach_all
     from knn_moe.labels.config import LabelConfig as LabelConfig
     from knn_moe.labels.label import label as label
@@ -30,17 +41,25 @@ if TYPE_CHECKING:
     from knn_moe.reference.examples import Example as Example
     from knn_moe.reference.examples import load_examples as load_examples
     from knn_moe.routers.find import find_routers as find_routers
+    from knn_moe.routers.load import load_model as load_model
 
 __version__ = "0.1.0"
 
 # Every public name and the module it lives in.
 _HOMES: Final = {
     "BuildConfig": "config",
+    "Calibration": "adapt.calibrate.result",
+    "CalibrationConfig": "config",
+    "EvalConfig": "evaluation.evaluate",
     "Example": "reference.examples",
+    "Explanation": "explain.explanation",
     "HeadConfig": "config",
     "IndexConfig": "config",
     "KnnMoeError": "errors",
     "LabelConfig": "labels.config",
+    "LayerRouting": "config",
+    "Memories": "inference.several",
+    "Routing": "inference.attach",
     "RoutingConfig": "config",
     "RoutingMemory": "memory.memory",
     "attach": "inference.attach",
@@ -48,11 +67,15 @@ _HOMES: Final = {
     "build_calibrated": "adapt.calibrate.build_calibrated",
     "build_memory": "build.build",
     "calibrate": "adapt.calibrate.calibrate",
+    "compare_runs": "evaluation.compare",
     "compress": "adapt.compress",
     "control": "adapt.controls",
+    "detach": "inference.attach",
+    "evaluate": "evaluation.evaluate",
     "find_routers": "routers.find",
     "label": "labels.label",
     "load_examples": "reference.examples",
+    "load_model": "routers.load",
     "prune": "adapt.prune.prune",
 }
 __all__ = list(_HOMES)

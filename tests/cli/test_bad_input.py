@@ -65,7 +65,7 @@ def test_a_model_without_routers(reference_file: Path, tmp_path: Path) -> None:
 def test_a_model_larger_than_the_memory(
     saved_model: Path, reference_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("knn_moe.cli.common.available_memory", lambda: 1000)
+    monkeypatch.setattr("knn_moe.routers.load.available_memory", lambda: 1000)
     build = run_cli("build", saved_model, reference_file, "-o", tmp_path / "memory")
     assert_refused(build, "GB of weights", "Use a machine with more memory")
     assert list(tmp_path.iterdir()) == []

@@ -1,10 +1,11 @@
-"""docs/api.md lists every public name, and each has a docstring."""
+"""docs/api.md lists every public name; each has a docstring, and lies where the page says."""
 
 from __future__ import annotations
 
 import inspect
 import pkgutil
 import re
+from importlib import import_module
 from pathlib import Path
 
 import knn_moe
@@ -18,6 +19,14 @@ def test_every_public_name_is_listed() -> None:
     public = [f"knn_moe.{name}" for name in knn_moe.__all__]
     public += [f"knn_moe.tasks.{name}" for name in knn_moe.tasks.__all__]
     assert set(public) <= set(LISTED)
+
+
+def test_every_listed_name_is_imported_from_where_the_page_says() -> None:
+    for path in LISTED:
+        if path != "knn_moe.errors":
+            module, _, name = path.rpartition(".")
+            assert module in ("knn_moe", "knn_moe.tasks", "knn_moe.methods"), path
+            assert name in import_module(module).__all__, path
 
 
 def test_every_listed_name_and_its_methods_have_docstrings() -> None:

@@ -13,12 +13,12 @@ from knn_moe.cli.common import (
     device_option,
     json_option,
     log,
-    pick_device,
     plain,
     print_json,
     print_note,
     print_table,
 )
+from knn_moe.routers.load import pick_device
 
 if TYPE_CHECKING:
     import torch

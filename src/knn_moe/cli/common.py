@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,7 +15,8 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
 
-from knn_moe.errors import ConfigError, ModelError, ModelTooLargeError
+from knn_moe.errors import ConfigError
+from knn_moe.routers import load
 from knn_moe.support.progress import OnProgress, Progress
 from knn_moe.support.terminal import printable, printable_json
 
@@ -189,128 +189,19 @@ def show_progress(title: str) -> Iterator[OnProgress]:
         yield report
 
 
-def pick_device(name: str | None) -> Any:
-    """Return the device called `name`, or a GPU if there is one.
-
-    Raises:
-        ModelError: There is no such device on this machine.
-    """
-    import torch
-
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device).item()
-    except (RuntimeError, AssertionError) as error:
-        raise ModelError(f"Cannot run on device {name!r}: {_first_line(error)}") from None
-    return device
-
-
 def evaluation_dtype(device_name: str | None, dtype: str) -> str:
     """Return `dtype`, where "auto" on a CPU means float32.
 
     On a CPU bfloat16 takes ten times as long, in the many shapes that questions have.
     """
-    on_cpu = pick_device(device_name).type == "cpu"
+    on_cpu = load.pick_device(device_name).type == "cpu"
     return "float32" if dtype == "auto" and on_cpu else dtype
 
 
 def load_model(name: str, device_name: str | None, dtype: str) -> tuple[Any, Any]:
-    """Load a causal language model and its tokenizer.
-
-    Args:
-        name: An embedded model, a folder or a hub id.
-        device_name: As for `pick_device`.
-        dtype: A torch dtype's name, or "auto" for the checkpoint's own.
-
-    Raises:
-        ModelError: It cannot be loaded, has no router or tokenizer, or does not fit in memory.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from knn_moe.routers.find import find_routers
-    from knn_moe.support.embedded_models import embedded_model
-
-    device = pick_device(device_name)
-    structure = load_structure(name)
-    find_routers(structure)  # refuses a model without routers before its weights are read
-    _check_room(name, structure, device, dtype)
-    try:
-        with log.status(plain(f"Loading {name}")):
-            place = embedded_model(name)
-            tokenizer = AutoTokenizer.from_pretrained(place)
-            model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype).to(device).eval()
-    except (torch.OutOfMemoryError, MemoryError):
-        raise ModelTooLargeError(f"{name!r} does not fit on {device}.") from None
-    except Exception as error:  # transformers, safetensors and the hub each have their own
-        raise _cannot_load(name, _first_line(error)) from None
-    if not tokenizer.get_vocab():
-        raise ModelError(f"{name!r} has no tokenizer: its vocabulary is empty.")
-    return model, tokenizer
-
-
-def load_structure(name: str) -> Any:
-    """Return the model `name` without its weights, on the meta device.
-
-    Raises:
-        ModelError: Its configuration cannot be loaded.
-    """
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from knn_moe.support.embedded_models import EMBEDDED_MODELS, embedded_model
-
-    place = Path(name).expanduser()
-    close = get_close_matches(name, EMBEDDED_MODELS, n=1, cutoff=0.7)
-    choices = f"Embedded models: {', '.join(EMBEDDED_MODELS)}. A folder or a hub id works too."
-    if close and name not in EMBEDDED_MODELS and not place.exists():
-        raise ModelError(f"Unknown model {name!r}. Did you mean {close[0]!r}? {choices}")
-    if name.startswith((".", "/", "~")) and not place.is_dir():
-        raise _cannot_load(name, f"There is no such folder. {choices}")
-    try:
-        config = AutoConfig.from_pretrained(embedded_model(name))
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-    except Exception as error:  # transformers, safetensors and the hub each have their own
-        raise _cannot_load(name, _first_line(error)) from None
-
-
-def _cannot_load(name: str, reason: str) -> ModelError:
-    return ModelError(f"Cannot load a causal language model from {name!r}: {reason}")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or repr(error)).splitlines()[0]
-
-
-def _check_room(name: str, structure: Any, device: Any, dtype: str) -> None:
-    """Refuse weights that do not fit before reading them: on their way to a GPU they pass RAM."""
-    import torch
-
-    chosen = structure.dtype if dtype == "auto" else getattr(torch, dtype)
-    needed = sum(parameter.numel() for parameter in structure.parameters()) * chosen.itemsize
-    free_by_place = {"this machine": available_memory()}
-    if device.type == "cuda":
-        free_by_place[str(device)] = torch.cuda.mem_get_info(device)[0]
-    for place, free in free_by_place.items():
-        if needed > free:
-            raise ModelTooLargeError(
-                f"{name!r} has {needed / 1e9:,.3g} GB of weights, and {place} has "
-                f"{free / 1e9:,.3g} GB free. Use a machine with more memory, or a smaller model."
-            )
-
-
-def available_memory() -> int:
-    """Return the bytes of RAM that are available, or a very large number if that is unknown."""
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return 1 << 62
+    """Load a model and its tokenizer as the library does, and say so meanwhile."""
+    with log.status(plain(f"Loading {name}")):
+        return load.load_model(name, device=device_name, dtype=dtype)
 
 
 def encode_prompt(tokenizer: Any, prompt: str, chat: bool, device: Any) -> dict[str, Any]:

@@ -13,13 +13,13 @@ from knn_moe.cli.common import (
     json_option,
     output_option,
     overwrite_option,
-    pick_device,
     pick_given,
     print_json,
     print_note,
     show_progress,
 )
 from knn_moe.cli.inspect import layer_facts, show_layers
+from knn_moe.routers.load import pick_device
 
 if TYPE_CHECKING:
     from knn_moe.memory.memory import RoutingMemory

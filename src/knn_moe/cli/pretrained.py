@@ -17,9 +17,7 @@ from knn_moe.cli.common import (
     evaluation_dtype,
     json_option,
     load_model,
-    load_structure,
     model_options,
-    pick_device,
     pick_given,
     print_json,
     print_note,
@@ -28,6 +26,7 @@ from knn_moe.cli.common import (
     program_options,
     show_progress,
 )
+from knn_moe.routers.load import load_structure, pick_device
 
 if TYPE_CHECKING:
     from knn_moe.evaluation.store import Run

@@ -14,9 +14,7 @@ from knn_moe.cli.common import (
     data_option,
     evaluation_dtype,
     json_option,
-    load_structure,
     model_options,
-    pick_device,
     pick_given,
     print_json,
     print_note,
@@ -25,6 +23,7 @@ from knn_moe.cli.common import (
     show_progress,
 )
 from knn_moe.cli.pretrained import Loader, pretrained
+from knn_moe.routers.load import load_structure, pick_device
 
 if TYPE_CHECKING:
     from knn_moe.reproduce.plan import Plan

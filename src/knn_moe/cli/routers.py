@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import click
 
-from knn_moe.cli.common import json_option, load_structure, print_json, print_table
+from knn_moe.cli.common import json_option, print_json, print_table
+from knn_moe.routers.load import load_structure
 
 
 @click.command(name="routers")

@@ -20,6 +20,13 @@ from knn_moe.config import RoutingConfig
 from knn_moe.errors import AttachError, ConfigError, MemoryMismatchError, RouterNotCalledError
 from knn_moe.explain.explain import Describer, explain_sequences, split_sequences, tokenize
 from knn_moe.explain.explanation import Explanation
+from knn_moe.inference.arguments import (
+    MemoryLike,
+    check_config,
+    check_memory,
+    check_model,
+    open_memory,
+)
 from knn_moe.inference.forward_pass import ForwardPass
 from knn_moe.inference.hidden_states import check_tokens, has_hidden_state_hook
 from knn_moe.inference.history import TokenHistory
@@ -43,7 +50,7 @@ _INSTALLING: Final = threading.Lock()  # so that of two threads that attach one 
 
 def attach(
     model: nn.Module,
-    memory: RoutingMemory,
+    memory: MemoryLike,
     config: RoutingConfig | None = None,
     *,
     force: bool = False,
@@ -52,7 +59,7 @@ def attach(
 
     Args:
         model: The model that the memory was built for.
-        memory: The memory.
+        memory: The memory, or the folder or hub id of one.
         config: How the memory is used. None: as the memory itself says (`memory.routing`).
         force: Also attach a memory that was built for another model of the same shape.
 
@@ -60,15 +67,46 @@ def attach(
         The handle: a context manager with `stats()`, `explain()` and `detach()`.
 
     Raises:
-        AttachError: The model has a memory already, or this one does not fit on its device.
+        AttachError: The model has a memory already, this one does not fit on its device, or what
+            was given is no model or no memory.
         MemoryMismatchError: The memory belongs to another model.
-        MemoryFormatError: The memory holds what no memory can hold.
+        MemoryFormatError: There is no such memory, or it holds what no memory can hold.
         ConfigError: The config asks for what the memory does not have.
     """
-    config = config or memory.routing
+    check_model(model)
+    check_memory(memory)
+    check_config(config)
     check_free(model)
-    routing = Routing(model, memory, config, routers_for(model, memory, config, force=force))
+    opened = open_memory(memory)
+    config = config or opened.routing
+    routing = Routing(model, opened, config, routers_for(model, opened, config, force=force))
     return routing.installed()
+
+
+def detach(model: nn.Module) -> None:
+    """Take off whatever `attach` or `attach_all` has put on `model`, as the handle itself does.
+
+    For a handle that was not kept. Does nothing if no memory is attached, as a handle does the
+    second time: it may stand in a `finally`, or in a notebook's cell that is run again.
+
+    Args:
+        model: The model, or one that it is a part of.
+
+    Raises:
+        AttachError: What was given is no model.
+        RouterNotCalledError: As in the handle's `detach`.
+    """
+    check_model(model)
+    for handle in _handles(model):
+        handle.detach()
+
+
+def _handles(model: nn.Module) -> list[Handle]:
+    """Return the handles whose hooks are on `model`."""
+    hooks = [hook for part in model.modules() for hook in part._forward_pre_hooks.values()]
+    owners = [getattr(hook, "__self__", None) for hook in hooks]
+    passes = [owner for owner in owners if isinstance(owner, ForwardPass)]
+    return [each.handle for each in passes if isinstance(each.handle, Handle)]
 
 
 def check_free(model: nn.Module) -> None:
@@ -77,11 +115,13 @@ def check_free(model: nn.Module) -> None:
         if find_hook(router) is not None:
             raise AttachError(
                 f"{type(model).__name__} has a memory attached already (at {router.name!r}). "
-                f"Detach it first. To use several at once, merge them or use attach_all()."
+                f"Detach it first: detach(model). To use several at once, merge them or use "
+                f"attach_all()."
             )
     if has_hidden_state_hook(model):
         raise AttachError(
-            f"{type(model).__name__} has a language-model head attached already. Detach it first."
+            f"{type(model).__name__} has a language-model head attached already. Detach it first: "
+            f"detach(model)."
         )
 
 
@@ -160,6 +200,7 @@ class Handle:
                 check_free(self._model)
                 forget_compiled_graphs()
                 self._pass.tell(self._check_called, self._remove_hooks)
+                self._pass.handle = self
                 for part in self._parts:
                     part.install()
                 self._attached = True

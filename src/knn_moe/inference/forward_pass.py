@@ -86,6 +86,7 @@ class ForwardPass(NotCopied):
         self.finished = Finished(routers[0].device if routers else torch.device("cpu"))
         self.used: dict[str, bool] = defaultdict(bool)  # whether a row ever used the memory
         self.closed = False  # whether passes that begin are left alone
+        self.handle: object = None  # what has put it on the model
         self._choose = choose
         self._on_first: Callable[[], None] = _nothing
         self._on_last: Callable[[], None] = _nothing

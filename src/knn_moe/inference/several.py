@@ -25,6 +25,13 @@ from torch import nn
 
 from knn_moe.config import RoutingConfig
 from knn_moe.errors import AttachError, ConfigError
+from knn_moe.inference.arguments import (
+    MemoryLike,
+    check_config,
+    check_memories,
+    check_model,
+    open_memory,
+)
 from knn_moe.inference.attach import Handle, check_free, make_recall_hook, routers_for
 from knn_moe.inference.forward_pass import ForwardPass, Rows
 from knn_moe.inference.hooks import HookStack, LayerStats, RecallHook, Selection
@@ -36,7 +43,7 @@ from knn_moe.support.registry import unknown_name
 
 def attach_all(
     model: nn.Module,
-    memories: Mapping[str, RoutingMemory],
+    memories: Mapping[str, MemoryLike],
     configs: Mapping[str, RoutingConfig] | None = None,
     *,
     force: bool = False,
@@ -45,7 +52,7 @@ def attach_all(
 
     Args:
         model: The model that the memories were built for.
-        memories: The memories by name.
+        memories: The memories by name, each opened or as its folder or hub id.
         configs: How memories are used, by name. Others are used as they themselves say.
         force: As in `attach`.
 
@@ -53,16 +60,21 @@ def attach_all(
         The handle: a context manager with `using()`, `stats()` and `detach()`.
 
     Raises:
-        AttachError, MemoryMismatchError, ConfigError: As in `attach`.
+        AttachError, MemoryMismatchError, MemoryFormatError, ConfigError: As in `attach`.
     """
+    check_model(model)
+    check_memories(memories)
     if not memories:
         raise ConfigError("attach_all needs at least one memory, by name.")
     configs = configs or {}
     unknown = [name for name in configs if name not in memories]
     if unknown:
         raise ConfigError(unknown_name("memory in configs", unknown[0], memories))
+    for config in configs.values():
+        check_config(config)
     check_free(model)
-    return Memories(model, memories, configs, force=force).installed()
+    opened = {name: open_memory(memory) for name, memory in memories.items()}
+    return Memories(model, opened, configs, force=force).installed()
 
 
 @dataclass(eq=False)

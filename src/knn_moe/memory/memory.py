@@ -133,7 +133,11 @@ class RoutingMemory:
             MemoryFormatError: There is no memory, or it is truncated, edited, of a newer format, or
                 holds what no memory can hold.
         """
-        folder = Path(source) if Path(source).is_dir() else files.download(str(source), revision)
+        folder = Path(source).expanduser()
+        if not folder.is_dir():
+            if isinstance(source, Path) or source.startswith((".", "/", "~")):
+                raise MemoryFormatError(f"No memory at {str(source)!r}: there is no such folder.")
+            folder = files.download(source, revision)
         contents = read_folder(folder, verify=verify)
         return cls(**contents._asdict(), folder=folder)
 
