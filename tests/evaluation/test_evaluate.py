@@ -20,7 +20,7 @@ from knn_moe import Example
 from knn_moe.errors import ConfigError, ModelError, RunError, TaskDataError
 from knn_moe.evaluation.compare import match_samples
 from knn_moe.evaluation.evaluate import EvalConfig, evaluate, prepare_questions
-from knn_moe.evaluation.store import Run, read_run, read_runs
+from knn_moe.evaluation.store import Run, read_asked, read_run, read_runs
 from knn_moe.methods import KnnMoe, Method, ZeroShot
 from knn_moe.report.runs import render_runs
 from knn_moe.support.progress import Progress
@@ -210,6 +210,44 @@ def test_text_is_scored_by_windows(
     assert sample.score == pytest.approx((likeliest == window[0, 1:]).float().mean().item())
     with pytest.raises(TaskDataError, match="tokens, fewer than a window of 100000"):
         prepare_questions(tiny_tokenizer, data, EvalConfig(length=100000))
+
+
+def test_a_run_keeps_what_was_asked(
+    evaluate_in: Evaluate, tiny_tokenizer: Any, quiz: TaskData
+) -> None:
+    few = EvalConfig(scoring="likelihood", limit=2)
+    run = evaluate_in("likelihood", config=few)
+    asked = read_asked(run)
+    rows = {row["id"]: row for row in quiz.test}
+    assert asked.keys() == {sample.id for sample in run.samples}
+    for name, one in asked.items():
+        assert one.prompt == f"Question: {rows[name]['question']}\nAnswer:"
+        assert list(one.choices) == [f" {choice}" for choice in rows[name]["choices"]]
+    few = replace(few, scoring="generation", max_new_tokens=1)
+    generated = read_asked(evaluate_in("generation", config=few))
+    assert {name: one.prompt for name, one in generated.items()} == {
+        name: quiz.task.kind.prompt(rows[name]) for name in asked
+    }
+    words = Task(name="words", title="Words", kind=Text(), files="words")
+    text = " ".join(WORDS * 4)
+    few = EvalConfig(length=32, limit=1)
+    data = TaskData(words, [{"text": text}], [], "made up")
+    (window,) = read_asked(evaluate_in("text", config=few, data=data)).values()
+    assert window.prompt in text
+
+
+def test_of_a_secret_task_no_question_is_kept(
+    evaluate_in: Evaluate, quiz: TaskData, tmp_path: Path
+) -> None:
+    few = EvalConfig(scoring="generation", limit=2, max_new_tokens=2)
+    secret = replace(quiz, task=replace(quiz.task, secret=True))
+    evaluate_in("run", config=few, data=quiz)
+    run = evaluate_in("run", config=few, data=secret, overwrite=True)
+    assert read_asked(run) == {}
+    files = sorted((tmp_path / "run").iterdir())
+    assert [file.name for file in files] == ["run.json", "samples.jsonl"]
+    written = "".join(file.read_text(encoding="utf8") for file in files)
+    assert not any(row["question"] in written for row in quiz.test)
 
 
 def test_questions_and_batches_are_always_the_same(tiny_tokenizer: Any) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
 import pytest
 
 from knn_moe.errors import RunError
-from knn_moe.evaluation.store import RunFolder, find_finished_run, read_run, read_runs
-from knn_moe.tasks.sample import Sample
+from knn_moe.evaluation.store import RunFolder, find_finished_run, read_asked, read_run, read_runs
+from knn_moe.tasks.sample import Asked, Sample
 
 FACTS = {"task": "quiz", "method": "knn", "batches": [2, 1], "settings": {"scoring": None}}
 SAMPLES = [Sample(id=str(number), prompt="p", score=1.0, batch=number // 2) for number in range(3)]
@@ -43,6 +44,18 @@ def test_a_run_is_found_once_it_is_finished_and_only_with_the_same_facts(tmp_pat
     assert run is not None
     assert run.samples == SAMPLES
     assert find_finished_run(folder.path, {"settings": {"scoring": "text"}}) is None
+
+
+def test_questions_are_read_back_and_a_run_without_them_is_read_too(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.begin(FACTS, resume=False, overwrite=False)
+    assert read_asked(read_run(folder.path)) == {}
+    asked = [Asked("1", "Is it “é”?\nAnswer:", (" yes", " no")), Asked("2", "Why?")]
+    folder.write_asked(asked)
+    assert list(read_asked(read_run(folder.path)).values()) == asked
+    (folder.path / "asked.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "whose?"}\n'))
+    with pytest.raises(RunError, match=r"Line 1 of .*asked.jsonl.gz' is no question"):
+        read_asked(read_run(folder.path))
 
 
 def test_a_run_of_the_version_before_has_the_current_names(tmp_path: Path) -> None:

@@ -189,6 +189,11 @@ def evaluate(
         watch = router_load(model) if config.load else nullcontext()
         with method.apply_to(model) as attached, watch as load:
             done = run.begin(facts, resume=resume, overwrite=overwrite)
+            if not data.task.secret:
+                kind = data.task.kind
+                run.write_asked(
+                    q.say_what_is_asked(tokenizer, kind, asked.scoring, asked.questions)
+                )
             started = time.perf_counter()
             plain = make_answer(
                 model,
@@ -252,6 +257,7 @@ def _describe(
         "asked": short_hash("".join(f"{one.id} {one.hash}" for one in asked.questions)),
         "batches": [len(batch) for batch in asked.batches],
         "reworded": asked.reworded,
+        "secret": data.task.secret,
         "device": str(input_device(model)),
         "versions": library_versions(),
     }

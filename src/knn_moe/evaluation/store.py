@@ -1,7 +1,8 @@
 """Runs on disk: a folder for each task and method, written batch by batch.
 
 RUNS/TASK/METHOD/run.json describes the run and says whether it is finished; samples.jsonl has a
-line for each question. A run that was interrupted can be resumed with the next batch.
+line for each question, and asked.jsonl.gz the questions themselves, unless they are secret. A run
+that was interrupted can be resumed with the next batch.
 """
 
 from __future__ import annotations
@@ -10,19 +11,21 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from knn_moe.errors import RunError
 from knn_moe.memory.manifest import rename_routing
-from knn_moe.support.files import write_whole
-from knn_moe.tasks.sample import Sample
+from knn_moe.support.files import read_lines, write_whole
+from knn_moe.tasks.sample import Asked, Sample
 
 FORMAT: Final = 1
 _RUN: Final = "run.json"
 _SAMPLES: Final = "samples.jsonl"
-_MAY_DIFFER: Final = ("versions", "device", "title", "note")  # in a run that is resumed
+_ASKED: Final = "asked.jsonl.gz"
+# In a run that is resumed; earlier versions did not say "secret".
+_MAY_DIFFER: Final = ("versions", "device", "title", "note", "secret")
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class Run:
 
     facts: Mapping[str, Any]
     samples: list[Sample]
+    folder: Path | None = field(default=None, compare=False)  # where it was read from
 
     @property
     def task(self) -> str:
@@ -65,6 +69,7 @@ class RunFolder:
             # A run is described last, so that samples of another run never belong to it.
             self.path.mkdir(parents=True, exist_ok=True)
             (self.path / _RUN).unlink(missing_ok=True)
+            (self.path / _ASKED).unlink(missing_ok=True)
             write_whole(self.path / _SAMPLES, "")
             self._write({"format": FORMAT, "finished": False, **facts})
             return []
@@ -92,6 +97,11 @@ class RunFolder:
         # The last batch may be incomplete: it is dropped here and answered again.
         write_whole(self.path / _SAMPLES, _as_lines(run.samples))
         return run.samples
+
+    def write_asked(self, asked: Iterable[Asked]) -> None:
+        """Write what each question asks, for people who read the run."""
+        lines = (json.dumps(each.to_dict(), ensure_ascii=False) + "\n" for each in asked)
+        write_whole(self.path / _ASKED, "".join(lines))
 
     def append(self, samples: Sequence[Sample]) -> None:
         """Write the samples of a batch, durably."""
@@ -137,7 +147,26 @@ def read_run(folder: Path) -> Run:
     counts = Counter(sample.batch for sample in samples)
     sizes = facts["batches"]
     whole = [sample for sample in samples if counts[sample.batch] == sizes[sample.batch]]
-    return Run(facts, whole)
+    return Run(facts, whole, folder)
+
+
+def read_asked(run: Run) -> dict[str, Asked]:
+    """Return what each question asks, by id; nothing where it is secret or was not stored.
+
+    Raises:
+        RunError: The file cannot be read.
+    """
+    path = run.folder / _ASKED if run.folder else None
+    if run.facts.get("secret") or path is None or not path.exists():
+        return {}
+    asked = {}
+    for number, line in read_lines(path, RunError):
+        try:
+            one = Asked.from_dict(json.loads(line))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise RunError(f"Line {number} of {str(path)!r} is no question: {error}.") from None
+        asked[one.id] = one
+    return asked
 
 
 def _read_samples(path: Path, *, finished: bool) -> list[Sample]:

@@ -13,14 +13,15 @@ from knn_moe.support.folders import sync
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write `text` to a file beside `path`, wait for the disk, and rename it.
+    """Write `text` to a file beside `path`, wait for the disk, and rename it; .gz files are packed.
 
     `path` never holds a part of the text, also after a power cut.
     """
     scratch = path.with_name(f"{path.name}.new")
+    content = text.encode("utf8")
     try:
-        with scratch.open("w", encoding="utf8") as file:
-            file.write(text)
+        with scratch.open("wb") as file:
+            file.write(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
             file.flush()
             os.fsync(file.fileno())
         scratch.replace(path)

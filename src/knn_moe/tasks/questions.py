@@ -17,8 +17,8 @@ from torch import Tensor
 
 from knn_moe.errors import TaskDataError
 from knn_moe.tasks.data import TaskData, draw, row_ids
-from knn_moe.tasks.sample import short_hash
-from knn_moe.tasks.task import Options, Row
+from knn_moe.tasks.sample import Asked, short_hash
+from knn_moe.tasks.task import GENERATION, LIKELIHOOD, Kind, Options, Row
 
 # The tokens that all choices share, then those of each choice and how many are of the context.
 EncodedChoices: TypeAlias = tuple[list[int], tuple[tuple[list[int], int], ...]]
@@ -150,6 +150,18 @@ def make_windows(
     places = draw(range(count), limit, seed)
     cut = ((place, ids[place * length : (place + 1) * length]) for place in places)
     return [Question(f"window-{place}", {}, " ".join(map(str, part)), part) for place, part in cut]
+
+
+def say_what_is_asked(
+    tokenizer: Any, kind: Kind, scoring: str, questions: Sequence[Question]
+) -> list[Asked]:
+    """Return each question as a reader wants to see it: without chat template and shots."""
+    if scoring == GENERATION:
+        return [Asked(question.id, kind.prompt(question.row)) for question in questions]
+    if scoring == LIKELIHOOD:
+        asked = [(question.id, kind.options(question.row)) for question in questions]
+        return [Asked(name, options.context, options.continuations) for name, options in asked]
+    return [Asked(question.id, str(tokenizer.decode(question.ids))) for question in questions]
 
 
 def batch_by_tokens(

@@ -1,4 +1,4 @@
-"""One question and its answer, as a run stores it."""
+"""One question and its answer, as a run stores them."""
 
 from __future__ import annotations
 
@@ -55,6 +55,22 @@ class Sample:
     def from_dict(cls, row: dict[str, Any]) -> Sample:
         likelihoods = row.get("likelihoods")
         return cls(**{**row, "likelihoods": tuple(likelihoods) if likelihoods else None})
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the question with this id asks: the prompt, and the choices if they are compared."""
+
+    id: str
+    prompt: str
+    choices: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if value}
+
+    @classmethod
+    def from_dict(cls, row: dict[str, Any]) -> Asked:
+        return cls(str(row["id"]), str(row.get("prompt", "")), tuple(row.get("choices", ())))
 
 
 def short_hash(text: str) -> str:
