@@ -15,7 +15,7 @@ from helpers.zoo import make_texts
 from knn_moe import BuildConfig, RoutingMemory, build_memory
 from knn_moe.build.append import append
 from knn_moe.build.workspace import Workspace, discard, partial_folder
-from knn_moe.errors import BuildError, MemoryFormatError
+from knn_moe.errors import BuildError, MemoryFormatError, MemoryMismatchError
 from knn_moe.support.progress import Progress
 
 TEXTS = make_texts(14)
@@ -257,3 +257,14 @@ def test_appending_in_place_twice_changes_nothing(
     copied = append(memory, zoo_olmoe, zoo_tokenizer, more, CONFIG, folder=tmp_path / "copy")
     assert copied.provenance.num_examples == len(TEXTS) + 2
     assert torch.equal(copied.layers[0].keys[: len(memory)], memory.layers[0].keys)
+
+
+def test_appending_the_whole_memory_s_examples_is_refused(
+    zoo_olmoe: PreTrainedModel, zoo_tokenizer: object, tmp_path: Path
+) -> None:
+    same = tmp_path / "same.txt"
+    same.write_text("3 4 5 6 7")
+    memory = build_memory(zoo_olmoe, zoo_tokenizer, same, CONFIG)
+    with pytest.raises(MemoryMismatchError, match="exactly the examples of '.*same.txt'"):
+        append(memory, zoo_olmoe, zoo_tokenizer, same, CONFIG, folder=tmp_path / "copy")
+    assert [path.name for path in tmp_path.iterdir()] == ["same.txt"]

@@ -12,9 +12,10 @@ from knn_moe.build.build import Destination, build_to, reference_tokens
 from knn_moe.build.checkpoint import digest_reference
 from knn_moe.build.workspace import Workspace, discard
 from knn_moe.config import BuildConfig, as_json
+from knn_moe.errors import MemoryMismatchError
 from knn_moe.memory.memory import RoutingMemory
 from knn_moe.reference.examples import iter_examples
-from knn_moe.reference.provenance import owners
+from knn_moe.reference.provenance import owners, same_places
 from knn_moe.support.progress import OnProgress, ignore_progress
 
 
@@ -49,13 +50,18 @@ def append(
 
     Raises:
         BuildError, MemoryFormatError, ReferenceSetError, ModelTooLargeError: As in `build_memory`.
-        MemoryMismatchError: The memory was built otherwise.
+        MemoryMismatchError: The memory was built otherwise, or of these very examples.
     """
     new = reference_tokens(model, tokenizer, iter_examples(examples), config).provenance
     in_place = memory.folder is not None and memory.folder.resolve() == folder.resolve()
     if in_place and bool(torch.isin(owners(new), owners(memory.provenance)).all()):
         discard(folder)
         return memory
+    if same_places(new, memory.provenance):
+        raise MemoryMismatchError(
+            f"The memory holds exactly the examples of {str(examples)!r}. There is nothing to "
+            f"append."
+        )
     plan = {
         "append_to": digest_reference(memory.provenance),
         "gammas": {str(index): layer.gamma for index, layer in memory.layers.items()},

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -19,14 +20,19 @@ from knn_moe.cli.common import (
     neighbours_option,
     pad_token,
     print_json,
+    print_note,
     print_table,
     print_text,
 )
+from knn_moe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from knn_moe.memory.memory import RoutingMemory
 
 
 @click.command(name="generate")
 @click.argument("model")
-@click.argument("prompt")
+@click.argument("prompt", required=False)
 @click.option("--memory", help="Use this memory: a folder or a hub id. Default: none.")
 @click.option(
     "--max-new-tokens",
@@ -54,13 +60,17 @@ from knn_moe.cli.common import (
 @force_option
 @model_options
 @json_option
-def command(model: str, prompt: str, as_json: bool, **options: Any) -> None:
+def command(model: str, prompt: str | None, as_json: bool, **options: Any) -> None:
     """Generate text from PROMPT with MODEL and a memory.
 
     \b
     knn-moe generate tiny-olmoe "A fever is" --memory memory
     knn-moe generate tiny-olmoe "A fever is" --memory memory --compare --json
     knn-moe generate tiny-olmoe "A fever is" --memory memory --control shuffled
+    knn-moe generate tiny-olmoe - --memory memory < prompt.txt
+
+    The text is shown as it comes, and Ctrl-C ends it. With - as PROMPT, or without one in a pipe,
+    the prompt is read from standard input.
 
     After the text, a table shows for each layer the mean confidence (λ) and the share of tokens
     whose experts the memory changed.
@@ -71,18 +81,47 @@ def command(model: str, prompt: str, as_json: bool, **options: Any) -> None:
     memory = None
     if options["memory"] is not None:
         memory = RoutingMemory.from_pretrained(options["memory"])
+    given = _read_prompt(prompt) if prompt in (None, "-") else prompt
     network, tokenizer = load_model(model, options["device"], options["dtype"])
-    answer: dict[str, Any] = {"prompt": prompt}
-    if memory is None:
-        answer["text"] = _generate(network, tokenizer, prompt, options)
-    else:
+    inputs = encode_prompt(tokenizer, given, options["chat"], network.device)
+    _check_room(network, inputs, options["max_new_tokens"])
+    generator = _Generator(network, tokenizer, inputs, options, shows=not as_json)
+    answer: dict[str, Any] = {"prompt": given}
+    try:
         if options["compare"]:
-            answer["without_memory"] = _generate(network, tokenizer, prompt, options)
-        answer |= _generate_with(memory, network, tokenizer, prompt, options)
+            answer["without_memory"] = generator.generate("without memory: ")
+            generator.show("\n\n")
+        title = "with memory:    " if options["compare"] else ""
+        if memory is None:
+            answer["text"] = generator.generate(title)
+        else:
+            answer |= generator.generate_with(memory, title)
+        generator.show("\n")
+    except KeyboardInterrupt:
+        generator.show("\n")
+        raise SystemExit(130) from None
     if as_json:
         print_json(answer)
-    else:
-        _show(answer)
+    elif "layers" in answer:
+        _show_layers(answer["layers"])
+
+
+def _read_prompt(asked: str | None) -> str:
+    """Read the prompt from standard input, without the line end that a shell adds.
+
+    Raises:
+        ConfigError: It is not UTF-8.
+    """
+    if asked is None and sys.stdin.isatty():
+        raise click.UsageError("There is no PROMPT. Give one, or - to type it and end with Ctrl-D.")
+    try:
+        text = sys.stdin.buffer.read().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"The prompt on standard input is not UTF-8: byte {error.start} is "
+            f"0x{error.object[error.start]:02x}. Convert it to UTF-8."
+        ) from None
+    return text.replace("\r\n", "\n").removesuffix("\n")
 
 
 def _check_combination(options: Mapping[str, Any]) -> None:
@@ -97,59 +136,72 @@ def _check_combination(options: Mapping[str, Any]) -> None:
             raise click.UsageError("--control needs a --memory to change.")
 
 
-def _generate_with(
-    memory: Any, network: Any, tokenizer: Any, prompt: str, options: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the text with the memory attached, and what the memory did in each layer."""
-    from knn_moe.adapt.controls import control
-    from knn_moe.inference.attach import attach
+def _check_room(network: Any, inputs: Mapping[str, Any], wanted: int) -> None:
+    """Refuse a prompt that is longer than the context, and say where the text will be shorter."""
+    from knn_moe.inference.streaming import room_after
 
-    force, neighbours = options["force"], options["neighbours"]
-    if options["control"] is not None:
-        memory = control(memory, options["control"], network, seed=options["seed"], force=force)
-    config = memory.routing if neighbours is None else replace(memory.routing, k=neighbours)
-    with attach(network, memory, config, force=force) as routing:
-        text = _generate(network, tokenizer, prompt, options)
-        layers = {index: asdict(layer) for index, layer in routing.stats().items()}
-    return {"text": text, "layers": layers}
-
-
-def _generate(network: Any, tokenizer: Any, prompt: str, options: Mapping[str, Any]) -> str:
-    import torch
-
-    inputs = encode_prompt(tokenizer, prompt, options["chat"], network.device)
-    torch.manual_seed(options["seed"])
-    sampling: dict[str, Any] = {"do_sample": False}
-    if options["temperature"]:
-        sampling = {"do_sample": True, "temperature": options["temperature"]}
-    output = network.generate(
-        **inputs,
-        **sampling,
-        max_new_tokens=options["max_new_tokens"],
-        pad_token_id=pad_token(tokenizer),
-    )
-    new = output[0, inputs["input_ids"].shape[1] :]
-    text: str = tokenizer.decode(new, skip_special_tokens=True)
-    return text
-
-
-def _show(answer: dict[str, Any]) -> None:
-    if "without_memory" in answer:
-        print_text(
-            f"without memory: {answer['without_memory']}\n\nwith memory:    {answer['text']}"
+    read = inputs["input_ids"].shape[-1]
+    room = room_after(network, read)
+    if room < wanted:
+        print_note(
+            f"After this prompt of {read:,} tokens the model's context has room for {room:,} more, "
+            f"so the text ends there at the latest."
         )
-    else:
-        print_text(answer["text"])
-    if "layers" in answer:
-        rows = [
-            (
-                index,
-                layer["tokens"],
-                f"{layer['mean_confidence']:.3f}",
-                "-" if layer["changed"] is None else f"{layer['changed']:.1%}",
-            )
-            for index, layer in answer["layers"].items()
-        ]
-        columns = ("layer", "tokens", "mean λ", "tokens with changed experts")
-        click.echo()
-        print_table("What the memory did", columns, rows)
+
+
+@dataclass(frozen=True)
+class _Generator:
+    """A loaded model and a prompt, for texts that are shown as they come."""
+
+    network: Any
+    tokenizer: Any
+    inputs: Mapping[str, Any]
+    options: Mapping[str, Any]
+    shows: bool
+
+    def show(self, piece: str) -> None:
+        """Print a piece of text, if this run prints texts."""
+        if self.shows:
+            print_text(piece, nl=False)
+
+    def generate(self, title: str) -> str:
+        """Generate and show a text after its title."""
+        from knn_moe.inference.streaming import Reply, Sampling, stream_reply
+
+        names = ("max_new_tokens", "temperature", "seed")
+        sampling = Sampling(**{name: self.options[name] for name in names})
+        self.show(title)
+        reply = Reply(self.tokenizer, self.show)
+        stream_reply(self.network, self.inputs, reply, sampling, pad_token(self.tokenizer))
+        return reply.text
+
+    def generate_with(self, memory: RoutingMemory, title: str) -> dict[str, Any]:
+        """Return the text with the memory attached, and what the memory did in each layer."""
+        from knn_moe.adapt.controls import control
+        from knn_moe.inference.attach import attach
+
+        options, force = self.options, self.options["force"]
+        if options["control"] is not None:
+            seed = options["seed"]
+            memory = control(memory, options["control"], self.network, seed=seed, force=force)
+        neighbours = options["neighbours"]
+        config = memory.routing if neighbours is None else replace(memory.routing, k=neighbours)
+        with attach(self.network, memory, config, force=force) as routing:
+            text = self.generate(title)
+            layers = {index: asdict(layer) for index, layer in routing.stats().items()}
+        return {"text": text, "layers": layers}
+
+
+def _show_layers(layers: Mapping[int, Mapping[str, Any]]) -> None:
+    rows = [
+        (
+            index,
+            layer["tokens"],
+            f"{layer['mean_confidence']:.3f}",
+            "-" if layer["changed"] is None else f"{layer['changed']:.1%}",
+        )
+        for index, layer in layers.items()
+    ]
+    columns = ("layer", "tokens", "mean λ", "tokens with changed experts")
+    click.echo()
+    print_table("What the memory did", columns, rows)

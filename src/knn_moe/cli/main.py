@@ -63,6 +63,8 @@ class Commands(click.Group):
             raise click.UsageError(printable(error.format_message()), error.ctx) from None
         except KnnMoeError as error:
             raise click.UsageError(printable(str(error))) from None
+        except BrokenPipeError:  # `| head` has what it wanted: click ends quietly
+            raise
         except OSError as error:
             where = "" if error.filename is None else f" {str(error.filename)!r}"
             reason = error.strerror or str(error)

@@ -12,7 +12,7 @@ import torch
 from knn_moe.config import as_json
 from knn_moe.errors import MemoryMismatchError
 from knn_moe.memory.manifest import join_scores
-from knn_moe.reference.provenance import owners
+from knn_moe.reference.provenance import owners, same_places
 
 if TYPE_CHECKING:
     from knn_moe.memory.memory import RoutingMemory
@@ -64,8 +64,7 @@ def _in_one_folder(first: RoutingMemory, second: RoutingMemory) -> bool:
 
 
 def _have_same_cases(first: RoutingMemory, second: RoutingMemory) -> bool:
-    mine, theirs = first.provenance.tensors(), second.provenance.tensors()
-    if not len(first) or not all(torch.equal(mine[name], theirs[name]) for name in mine):
+    if not len(first) or not same_places(first.provenance, second.provenance):
         return False
     layers, others = first.full_layers(), second.full_layers()
     return all(torch.equal(layers[index].values, others[index].values) for index in layers)

@@ -156,6 +156,12 @@ def concatenate(parts: list[Provenance]) -> Provenance:
     return Provenance(*(torch.cat(column) for column in (stream, begin, example, offset, key)))
 
 
+def same_places(first: Provenance, second: Provenance) -> bool:
+    """Tell whether both are of the same tokens, in the same windows and with the same keys."""
+    mine, theirs = first.tensors(), second.tensors()
+    return all(torch.equal(mine[name].long(), theirs[name].long()) for name in mine)
+
+
 def owners(provenance: Provenance) -> Tensor:
     """Return a hash of each window's example: equal for identical examples, also of two reference
     sets. Shape [W] int64, never 0."""
