@@ -41,21 +41,26 @@ def test_json_is_what_python_gives(saved_model: Path, saved_memory: Path) -> Non
     both = explain_in_python(saved_model, saved_memory, RoutingConfig(k=3, layers=(0, 1)))
     assert one["layers"] == [1]
     for token, whole in zip(one["sequences"][0], both["sequences"][0], strict=True):
-        assert token["cases"] == whole["cases"][1:]
+        assert token["effects"] == whole["effects"][1:]
+        assert [len(effect["cases"]) for effect in token["effects"]] == [3]
 
 
 def test_the_terminal(saved_model: Path, saved_memory: Path) -> None:
     lines = explain(saved_model, saved_memory).stdout.splitlines()
-    assert len(lines) == 1 + 9
-    assert [line.split("|")[1].strip() for line in lines[1:]] == PROMPT.split()
-    assert all(re.search(r" [01]\.\d\d +[012]/2 +[01]  .*\[ ?\d+\]", line) for line in lines[1:])
+    head, *rows = lines[:10]
+    assert head.split() == ["token", "mean", "λ", "changed", "next", "token", "layer", "recalled"]
+    assert [line.split("|")[1].strip() for line in rows] == PROMPT.split()
+    moves = r" [01]\.\d\d +[012]/2 +(\S+% → \S+%)? +[01]  .*\[ ?\d+\]"
+    assert all(re.search(moves, line) for line in rows)
+    assert lines[10].startswith("what may come next: | ")
+    assert all(len(line) <= 80 for line in lines)
     detail = explain(saved_model, saved_memory, "--layer", 1, "--layer", 0).stdout
     parts = detail.split("\n\n")
     assert [part.splitlines()[0] for part in parts] == ["layer 0", "layer 1"]
     assert all(len(part.splitlines()) == 2 + 9 for part in parts)
     assert re.search(r"in \d \([+-]\d\.\d\d\).* out \d \([+-]\d\.\d\d\)", detail)
     last = explain(saved_model, saved_memory, "--tokens", 2).stdout
-    assert last.splitlines() == [lines[0], *lines[-2:]]
+    assert last.splitlines() == [head, *rows[-2:], *lines[10:]]
 
 
 def test_generated_tokens_are_explained_too(saved_model: Path, saved_memory: Path) -> None:

@@ -149,7 +149,8 @@ def test_recalled_cases_are_in_the_reference(demo: Any, tiny_tokenizer: Any) -> 
         case.before + case.token + case.after
         for passage in demo.result.passages
         for token in passage.tokens
-        for case in token.cases
+        for effect in token.effects
+        for case in effect.cases
     }
     whole = {text for text in shown if "\ufffd" not in text}  # others begin within a character
     assert len(whole) > 0.9 * len(shown)

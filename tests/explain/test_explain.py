@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 
 from helpers.indexed import KINDS, MANY, uneven
 from helpers.zoo import BUILD, TEXTS, encode, family, make_texts
-from knn_moe import RoutingConfig, RoutingMemory, attach, build_memory, compress
+from knn_moe import HeadConfig, RoutingConfig, RoutingMemory, attach, build_memory, compress
 from knn_moe.config import LayerRouting
 from knn_moe.errors import AttachError, ConfigError
-from knn_moe.explain.explanation import Explanation
+from knn_moe.explain.explanation import ExplainedToken, Explanation, RecalledCase
 from knn_moe.explain.trace import trace
 
 K = 3
@@ -34,21 +34,75 @@ def test_it_says_what_the_trace_has(
     assert explanation.layers == tuple(traced)
     assert [token.id for token in explanation.tokens] == prompt[0].tolist()
     for position, token in enumerate(explanation.tokens):
-        for case, (layer, found) in zip(token.cases, traced.items(), strict=True):
-            assert (case.layer, case.row) == (layer, int(found.rows[position, 0]))
-            assert case.squared_distance == float(found.squared_distance[position, 0])
-            usual = zoo_memory.layers[layer].gamma ** -0.5
-            assert case.distance * usual == pytest.approx(case.squared_distance**0.5, rel=1e-6)
-            assert case.confidence == float(found.confidence[position])
-            assert case.weight == float(found.weight[position, 0])
-            assert (tuple(case.experts_in), tuple(case.experts_out)) == found.swapped(position)
-            for expert, change in {**case.experts_in, **case.experts_out}.items():
+        for effect, (layer, found) in zip(token.effects, traced.items(), strict=True):
+            assert (effect.layer, effect.confidence) == (layer, float(found.confidence[position]))
+            assert effect.experts == tuple(found.after[position].tolist())
+            assert (tuple(effect.experts_in), tuple(effect.experts_out)) == found.swapped(position)
+            for expert, change in {**effect.experts_in, **effect.experts_out}.items():
                 assert change == float(found.change[position, expert])
-            ids, place = source.context(case.row, before=10)
-            assert TEXTS[case.example].split()[int(source.position[case.row])] == str(ids[place])
-            assert case.token.strip() == str(ids[place])
-            assert (case.before + case.token + case.after).split() == [str(one) for one in ids]
-    assert any(case.changed for token in explanation.tokens for case in token.cases)
+            assert [case.row for case in effect.cases] == found.rows[position].tolist()
+            assert [case.weight for case in effect.cases] == found.weight[position].tolist()
+            assert sum(case.weight for case in effect.cases) == pytest.approx(1, abs=1e-5)
+            usual = zoo_memory.layers[layer].gamma ** -0.5
+            for number, case in enumerate(effect.cases):
+                assert case.squared_distance == float(found.squared_distance[position, number])
+                assert case.distance * usual == pytest.approx(case.squared_distance**0.5, rel=1e-6)
+                ids, place = source.context(case.row, before=10)
+                words = TEXTS[case.example].split()
+                assert words[int(source.position[case.row])] == str(ids[place])
+                assert case.token.strip() == str(ids[place])
+                assert (case.before + case.token + case.after).split() == [str(one) for one in ids]
+    assert any(effect.changed for token in explanation.tokens for effect in token.effects)
+
+
+@pytest.mark.parametrize("head", [None, HeadConfig(k=4, weight=0.3, keys="router")])
+def test_beside_the_memory_is_what_the_model_does_alone(
+    head: HeadConfig | None,
+    zoo_olmoe: PreTrainedModel,
+    zoo_memory: RoutingMemory,
+    prompt: Tensor,
+    zoo_tokenizer: Any,
+) -> None:
+    def run() -> tuple[Tensor, list[Tensor]]:
+        """The probabilities of next tokens, and the experts of each layer."""
+        with torch.no_grad():
+            found = zoo_olmoe(prompt, use_cache=False, output_router_logits=True)
+        experts = [one.topk(2).indices.sort().values for one in found.router_logits]
+        return found.logits[0].float().softmax(dim=-1), experts
+
+    alone, experts_alone = run()
+    with attach(zoo_olmoe, zoo_memory, RoutingConfig(k=K, head=head)) as routing:
+        with_memory, _ = run()
+        explanation = routing.explain(prompt, tokenizer=zoo_tokenizer)
+        short = routing.explain(prompt, tokenizer=zoo_tokenizer, last=2)
+        assert torch.equal(run()[0], with_memory)
+    assert torch.equal(run()[0], alone)
+    assert short.tokens == explanation.tokens[-2:]
+    following = [*prompt[0, 1:].tolist(), None]
+    for position, (token, after) in enumerate(zip(explanation.tokens, following, strict=True)):
+        for effect, experts in zip(token.effects, experts_alone, strict=True):
+            assert effect.experts_alone == tuple(experts[position].tolist())
+        assert (None if token.following is None else token.following.id) == after
+        known = [token.following] if token.following else []
+        for one in (*token.predictions, *known):
+            assert one.alone == pytest.approx(float(alone[position, one.id]), rel=1e-4)
+            assert one.with_memory == pytest.approx(float(with_memory[position, one.id]), rel=1e-4)
+            assert one.text.strip() == str(one.id)
+        shown = {one.id for one in token.predictions}
+        assert shown == {
+            *alone[position].topk(5).indices.tolist(),
+            *with_memory[position].topk(5).indices.tolist(),
+        }
+    assert not torch.allclose(alone, with_memory, atol=1e-4)
+
+
+def nearest(token: ExplainedToken) -> RecalledCase:
+    return token.effects[0].cases[0]
+
+
+def cases_of(explanation: Explanation) -> list[RecalledCase]:
+    effects = [effect for token in explanation.tokens for effect in token.effects]
+    return [case for effect in effects for case in effect.cases]
 
 
 @pytest.fixture(scope="module")
@@ -69,11 +123,14 @@ def explain_and_check_counts(
     assert explanation.layers == tuple(counted)
     assert [token.id for token in explanation.tokens] == ids.flatten().tolist()
     for number, stats in enumerate(counted.values()):
-        cases = [token.cases[number] for token in explanation.tokens]
-        mean = sum(case.confidence for case in cases) / len(cases)
+        effects = [token.effects[number] for token in explanation.tokens]
+        mean = sum(effect.confidence for effect in effects) / len(effects)
         assert mean == pytest.approx(stats.mean_confidence, rel=1e-3, abs=1e-5)
-        assert sum(case.changed for case in cases) / len(cases) == pytest.approx(stats.changed)
-        assert all(case.row is not None and 0 <= case.row < len(memory) for case in cases)
+        changed = sum(effect.changed for effect in effects) / len(effects)
+        assert changed == pytest.approx(stats.changed)
+        assert all(effect.cases for effect in effects)
+        cases = [case for effect in effects for case in effect.cases]
+        assert all(0 <= case.row < len(memory) for case in cases)
         assert all(case.squared_distance >= 0 for case in cases)
     return explanation
 
@@ -90,7 +147,7 @@ def test_every_index_and_similarity(
     explanation = explain_and_check_counts(uneven(), many, config, prompt)
     exact = explain_and_check_counts(uneven(), many, replace(config, index=None), prompt)
     pairs = zip(explanation.tokens, exact.tokens, strict=True)
-    same = [one.cases[0].row == other.cases[0].row for one, other in pairs]
+    same = [nearest(one).row == nearest(other).row for one, other in pairs]
     assert sum(same) >= len(same) * 0.6
 
 
@@ -101,7 +158,7 @@ def test_compressed_memories(
 ) -> None:
     small = compress(many, KINDS[kind][0], tmp_path / "small")
     explanation = explain_and_check_counts(uneven(), small, None, prompt)
-    assert all(case.token for token in explanation.tokens for case in token.cases)
+    assert all(case.token for case in cases_of(explanation))
 
 
 @pytest.mark.parametrize("similarity", ["rbf", "rbf-unit"])
@@ -109,12 +166,15 @@ def test_a_distance_of_one_is_usual(similarity: str, many: RoutingMemory, prompt
     """λ of one neighbour is exp(-d²) by that measure, whatever γ the routing takes."""
     with attach(uneven_model := uneven(), many, RoutingConfig(similarity=similarity)) as routing:
         explanation = routing.explain(prompt)
-    for case in (case for token in explanation.tokens for case in token.cases):
-        assert case.confidence == pytest.approx(math.exp(-(case.distance**2)), rel=1e-3, abs=1e-5)
+    for effect in (effect for token in explanation.tokens for effect in token.effects):
+        (case,) = effect.cases
+        assert effect.confidence == pytest.approx(math.exp(-(case.distance**2)), rel=1e-3, abs=1e-5)
     wide = RoutingConfig(similarity=similarity, gamma=1e-6)
     with attach(uneven_model, many, wide) as routing:
-        first = routing.explain(prompt).tokens[0].cases[0]
-    assert first.distance == pytest.approx(explanation.tokens[0].cases[0].distance, rel=1e-3)
+        first = routing.explain(prompt).tokens[0]
+    assert nearest(first).distance == pytest.approx(
+        nearest(explanation.tokens[0]).distance, rel=1e-3
+    )
 
 
 def test_layers_without_trust_are_left_out(
@@ -128,7 +188,7 @@ def test_layers_without_trust_are_left_out(
     with attach(zoo_olmoe, zoo_memory, RoutingConfig(confidence_factor=0.0)) as routing:
         silent = routing.explain(prompt)
     assert silent.layers == ()
-    assert [token.cases for token in silent.tokens] == [()] * 9
+    assert [token.effects for token in silent.tokens] == [()] * 9
     assert [(token.confidence, token.strongest) for token in silent.tokens] == [(0, None)] * 9
     assert repr(silent) == "Explanation(9 tokens × 0 layers, mean λ 0.00)"
 
@@ -216,7 +276,7 @@ def test_a_space_that_a_tokenizer_drops_is_kept(zoo_tokenizer: Any) -> None:
         numbers = routing.explain(encode(zoo_tokenizer, "3 4 5"))
     assert [token.text for token in explanation.tokens] == ["3", " 4", " 5"]
     assert [token.text for token in numbers.tokens] == [" 3", " 4", " 5"]
-    case = explanation.tokens[1].cases[0]
+    case = nearest(explanation.tokens[1])
     assert (case.before, case.token, case.after) == ("3", " 4", " 5")
 
 
@@ -228,6 +288,5 @@ def test_tokens_that_share_a_character(tiny_olmoe: PreTrainedModel, tiny_tokeniz
         explanation = routing.explain(text, tokenizer=tiny_tokenizer)
     assert "".join(token.text for token in explanation.tokens) == text
     assert "" in [token.text for token in explanation.tokens]
-    for case in (case for token in explanation.tokens for case in token.cases):
-        assert case.before + case.token + case.after in text
+    assert all(case.before + case.token + case.after in text for case in cases_of(explanation))
     assert "\N{REPLACEMENT CHARACTER}" not in str(explanation)

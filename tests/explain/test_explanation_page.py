@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from typing import Any
 
@@ -23,7 +22,7 @@ def test_the_page_is_whole_and_loads_nothing(
 ) -> None:
     with attach(zoo_olmoe, zoo_memory) as routing:
         explanation = routing.explain(torch.cat([prompt, prompt.flip(1)]), tokenizer=zoo_tokenizer)
-    html = render_explanation(explanation, "a model", "a memory")
+    html = render_explanation(explanation)
     parsed = Page(html)
     assert parsed.open == []
     assert not re.search(r"https?://|url\(|@import|<link|<iframe|<img", html)
@@ -35,9 +34,9 @@ def test_the_page_is_whole_and_loads_nothing(
         for token, shown in zip(sequence, data, strict=True):
             assert [case["layer"] for case in shown["cases"]] == [0, 1]
             assert shown["change"].startswith(f"Mean λ {token.confidence:.2f}; experts changed in ")
-            for case, panel in zip(token.cases, shown["cases"], strict=True):
-                assert panel["token"] == case.token
-                assert len(panel["in"]) == len(case.experts_in)
+            for effect, panel in zip(token.effects, shown["cases"], strict=True):
+                assert panel["token"] == effect.cases[0].token
+                assert len(panel["in"]) == len(effect.experts_in)
                 assert all(re.fullmatch(r"\d \([+−]?\d+\.\d\d\)", one) for one in panel["in"])
     coloured = [sum(token.confidence >= level for level in LEVELS) for token in explanation.tokens]
     texts = parsed.with_class("t")[len(LEVELS) + 1 :]
@@ -46,8 +45,10 @@ def test_the_page_is_whole_and_loads_nothing(
 
 def test_hostile_text_stays_text() -> None:
     bad = "</script><script>alert(1)</script><!-- <b onclick='x'>&amp;\u2028\ud800"
-    explanation = Explanation((0,), ((make_token(bad, 1, before=bad, token=bad, after=bad),),))
-    html = render_explanation(explanation, bad, bad)
+    explanation = Explanation(
+        (0,), ((make_token(bad, 1, before=bad, token=bad, after=bad),),), bad, bad
+    )
+    html = render_explanation(explanation)
     parsed = Page(html)
     assert parsed.open == []
     assert len(parsed.scripts) == 2
@@ -61,6 +62,6 @@ def test_hostile_text_stays_text() -> None:
 
 def test_nothing_recalled_and_nothing_found_are_said() -> None:
     silent = Explanation((), ((make_token("a", 0),),))
-    assert "nothing was recalled" in Page(render_explanation(silent, "m", "m")).text
-    far = make_token("a", 1, row=None, distance=math.inf, squared_distance=math.inf)
-    assert "infinite" in render_explanation(Explanation((0,), ((far,),)), "m", "m")
+    assert "nothing was recalled" in Page(render_explanation(silent)).text
+    far = make_token("a", 1, cases=())
+    assert '"distance": "\\u2013"' in render_explanation(Explanation((0,), ((far,),)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -247,3 +248,27 @@ def test_in_bfloat16(zoo_tokenizer: object) -> None:
         layer = trace(model, routing, ids)[0]
     assert layer.rows.dtype == layer.before.dtype == layer.after.dtype == torch.int64
     assert layer.squared_distance.dtype == layer.confidence.dtype == torch.float32
+
+
+def test_a_memory_is_set_aside_in_one_thread_alone(
+    zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, prompt: Tensor
+) -> None:
+    def run() -> Tensor:
+        with torch.no_grad():
+            return zoo_olmoe(prompt, use_cache=False).logits
+
+    alone, chosen = run(), experts(zoo_olmoe, prompt)
+    seen: dict[int, Tensor] = {}
+    with attach(zoo_olmoe, zoo_memory) as routing:
+        # The first run of all: nothing was recalled, and that is no fault of the model.
+        with routing.set_aside(seen.__setitem__), ThreadPoolExecutor(1) as other:
+            assert torch.equal(run(), alone)
+            assert {layer.tokens for layer in routing.stats().values()} == {0}
+            with_memory = other.submit(run).result()
+        assert not torch.equal(with_memory, alone)
+        assert torch.equal(run(), with_memory)
+        assert {layer.calls for layer in routing.stats().values()} == {2}
+        with pytest.raises(ValueError, match="broken"), routing.set_aside(seen.__setitem__):
+            raise ValueError("broken")
+        assert torch.equal(run(), with_memory)
+    assert all(torch.equal(seen[layer], expected) for layer, expected in enumerate(chosen))

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from helpers.explained import make_effect
 from helpers.html_page import Page, assert_self_contained
 from knn_moe.evaluation.store import Run
-from knn_moe.explain.explanation import ExplainedToken, RecalledCase
+from knn_moe.explain.explanation import ExplainedToken, LayerEffect
 from knn_moe.report.passages import Passage
 from knn_moe.report.runs import Introduction, render_runs
 from knn_moe.tasks.sample import Sample
@@ -71,8 +72,9 @@ def make_passage(texts: tuple[str, ...] = ("The", " with", " statement", "\n")) 
     return Passage("A passage", tokens, tuple((2.0, 1.0) for _ in texts[1:]))
 
 
-def make_case(layer: int, text: str) -> RecalledCase:
-    return RecalledCase(layer, text, text, text, 0.5, 0.25, {1: 0.25}, {2: -0.25}, 1.0, 17, 3, 1.25)
+def make_case(layer: int, text: str) -> LayerEffect:
+    texts = {"before": text, "token": text, "after": text}
+    return make_effect(layer, **texts, experts_in={1: 0.25}, experts_out={2: -0.25})
 
 
 def test_the_page_is_whole_and_has_a_bar_for_each_value() -> None:

@@ -66,9 +66,10 @@ def command(model: str, prompt: str, output: Path | None, as_json: bool, **optio
     knn-moe explain tiny-olmoe "A fever is" --memory memory -o explanation.html
 
     Each token has one line: the mean confidence (λ), the number of layers in which the experts
-    changed, and the recalled case of highest confidence, as [its token] and the text that followed.
+    changed, the probability of the next token by the model alone → with the memory, and the nearest
+    case of the layer with the highest confidence, as [its token] and the text that followed.
     With --layer a line shows the distance (1 is typical), λ, and the experts that were added and
-    removed, each with the change of its logit.
+    removed, each with the change of its logit. The page has all recalled cases.
     """
     if output is not None and not output.absolute().parent.is_dir():
         raise click.UsageError(
@@ -76,18 +77,16 @@ def command(model: str, prompt: str, output: Path | None, as_json: bool, **optio
         )
     explanation, layers = _explain(model, prompt, options), options["layers"]
     chosen = explanation.only(layers) if layers else explanation
+    chosen = replace(chosen, model=model, memory=f"the memory {options['memory']}")
     if output is not None:
-        from knn_moe.explain.page import render_explanation
-        from knn_moe.pages.page import write_page
-
-        write_page(render_explanation(chosen, model, options["memory"]), output)
+        chosen.save(output)
         print_note(f"Wrote {output}.")
     if as_json:
         print_json(chosen.to_dict())
     elif not explanation.layers:
         click.echo("The memory does not route: it is attached to no layer.")
     else:
-        width = max(shutil.get_terminal_size((100, 24)).columns, 60)
+        width = max(shutil.get_terminal_size((80, 24)).columns, 60)
         tables = [f"layer {layer}\n{chosen.table(layer, width)}" for layer in chosen.layers]
         print_text("\n\n".join(tables) if layers else chosen.table(width=width))
 

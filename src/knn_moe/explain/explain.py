@@ -6,20 +6,27 @@ Knows traces, provenance and tokenizers.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from knn_moe.errors import ConfigError
-from knn_moe.explain.explanation import ExplainedToken, Explanation, RecalledCase
-from knn_moe.explain.trace import Attached, LayerTrace, trace
+from knn_moe.explain.explanation import (
+    ExplainedToken,
+    Explanation,
+    LayerEffect,
+    Prediction,
+    RecalledCase,
+)
+from knn_moe.explain.trace import Attached, LayerTrace, NextTokens, trace_both
 from knn_moe.reference.provenance import Provenance
 from knn_moe.support.characters import character_pieces
 
 _TORN: Final = "\N{REPLACEMENT CHARACTER}"
 _BEFORE: Final = 10  # tokens of a case's text that are shown before its own
+_CONTEXT: Final = 4  # tokens before a predicted one that its characters may depend on
 
 
 class Describer:
@@ -35,7 +42,7 @@ class Describer:
         self.provenance = provenance
         self.gammas = gammas
         self.tokenizer = tokenizer
-        self._cases: dict[int, tuple[str, str, str]] = {}
+        self._cases: dict[int, tuple[str, str, str, int]] = {}
 
     def describe_tokens(self, ids: Sequence[int]) -> list[str]:
         """Return the characters that each token completes, or its number."""
@@ -43,40 +50,91 @@ class Describer:
             return [f" {token}" for token in ids]
         return character_pieces(self.tokenizer, ids)
 
-    def describe_case(self, layer: int, position: int, found: LayerTrace) -> RecalledCase:
-        """Return the nearest case that `layer` recalled for the token at `position`."""
-        squared = float(found.squared_distance[position, 0])
-        row = int(found.rows[position, 0]) if math.isfinite(squared) else None
-        before, token, after = ("", "", "") if row is None else self._read_case(row)
-        entered, left = (
-            {expert: float(found.change[position, expert]) for expert in experts}
-            for experts in found.swapped(position)
+    def describe_predictions(
+        self, ids: Sequence[int], next_tokens: NextTokens, place: int, *, known: bool
+    ) -> tuple[tuple[Prediction, ...], Prediction | None]:
+        """Return the likeliest tokens after `ids`, likeliest first, and the one that came next.
+
+        Args:
+            ids: The tokens that were read.
+            next_tokens: What was predicted.
+            place: The row of `next_tokens` after the last of `ids`.
+            known: Whether the token is known that came next.
+        """
+        columns = (next_tokens.tokens, next_tokens.alone, next_tokens.with_memory)
+        rows = list(zip(*(column[place].tolist() for column in columns), strict=True))
+        found = {
+            token: Prediction(token, self._describe_next(ids, token), alone, with_memory)
+            for token, alone, with_memory in rows
+        }
+        likeliest = {token: found[token] for token, *_ in rows[1:]}
+        ranked = sorted(likeliest.values(), key=lambda one: -max(one.with_memory, one.alone))
+        return tuple(ranked), found[rows[0][0]] if known else None
+
+    def _describe_next(self, ids: Sequence[int], token: int) -> str:
+        """Return the characters that `token` would complete after `ids`: "" if none."""
+        pieces = self.describe_tokens([*ids[-_CONTEXT:], token])
+        return pieces[-1].rstrip(_TORN)
+
+    def describe_layer(
+        self, layer: int, found: LayerTrace, alone: Tensor, first: int
+    ) -> Iterator[LayerEffect]:
+        """Yield what a layer did to each token from `first` on.
+
+        Args:
+            layer: The layer.
+            found: Its trace.
+            alone: The experts that the model alone chose. Shape [T, top_k].
+            first: The first token.
+        """
+        rows, squares, weights = (
+            column[first:].tolist() for column in (found.rows, found.squared_distance, found.weight)
         )
+        confidences, used, others = (
+            column[first:].tolist() for column in (found.confidence, found.after, alone)
+        )
+        for place, confidence in enumerate(confidences):
+            entered, left = (
+                {expert: float(found.change[first + place, expert]) for expert in experts}
+                for experts in found.swapped(first + place)
+            )
+            recalled = zip(rows[place], squares[place], weights[place], strict=True)
+            yield LayerEffect(
+                layer=layer,
+                confidence=confidence,
+                cases=tuple(
+                    self._describe_case(layer, *case) for case in recalled if case[1] < math.inf
+                ),
+                experts=tuple(used[place]),
+                experts_alone=tuple(others[place]),
+                experts_in=entered,
+                experts_out=left,
+            )
+
+    def _describe_case(self, layer: int, row: int, squared: float, weight: float) -> RecalledCase:
+        before, token, after, example = self._read_case(row)
         return RecalledCase(
-            layer=layer,
             before=before,
             token=token,
             after=after,
             distance=math.sqrt(squared * self.gammas[layer]),
-            confidence=float(found.confidence[position]),
-            experts_in=entered,
-            experts_out=left,
-            weight=float(found.weight[position, 0]),
+            weight=weight,
             row=row,
-            example=None if row is None else self.provenance.example_at(row),
+            example=example,
             squared_distance=squared,
         )
 
-    def _read_case(self, row: int) -> tuple[str, str, str]:
-        """Return the text of a case before, at and after its token."""
+    def _read_case(self, row: int) -> tuple[str, str, str, int]:
+        """Return the text of a case before, at and after its token, and its example."""
         if row not in self._cases:
             ids, at = self.provenance.context(row, before=_BEFORE)
             pieces = self.describe_tokens(ids)
             before, token, after = (
                 "".join(part) for part in (pieces[:at], pieces[at : at + 1], pieces[at + 1 :])
             )
+            example = self.provenance.example_at(row)
             # The context may begin and end inside a character.
-            self._cases[row] = (before.lstrip(_TORN), token, after.rstrip(_TORN))
+            self._cases[row] = (before.lstrip(_TORN), token, after.rstrip(_TORN), example)
         return self._cases[row]
 
 
@@ -96,25 +154,37 @@ def explain_sequences(
         describer: Puts tokens and cases into words.
         last: Explain only so many tokens at the end of each sequence; None: all.
     """
-    explained = []
-    for ids in sequences:
-        layers = trace(model, routing, ids[None]) if len(ids) else {}
-        texts = describer.describe_tokens(ids.tolist())
-        first = 0 if last is None else max(len(ids) - last, 0)
-        explained.append(
-            tuple(
-                ExplainedToken(
-                    int(ids[position]),
-                    texts[position],
-                    tuple(
-                        describer.describe_case(layer, position, found)
-                        for layer, found in layers.items()
-                    ),
-                )
-                for position in range(first, len(ids))
+    layers = tuple(routing.stats())
+    explained = tuple(
+        _explain_sequence(model, routing, ids, describer, last) if len(ids) else ()
+        for ids in sequences
+    )
+    return Explanation(layers, explained)
+
+
+def _explain_sequence(
+    model: nn.Module, routing: Attached, ids: Tensor, describer: Describer, last: int | None
+) -> tuple[ExplainedToken, ...]:
+    first = 0 if last is None else max(len(ids) - last, 0)
+    runs = trace_both(model, routing, ids, first)
+    read = ids.tolist()
+    texts = describer.describe_tokens(read)
+    layers = [
+        list(describer.describe_layer(layer, found, runs.experts_alone[layer], first))
+        for layer, found in runs.layers.items()
+    ]
+    tokens = []
+    for place, position in enumerate(range(first, len(read))):
+        effects = tuple(effects[place] for effects in layers)
+        predictions: tuple[Prediction, ...] = ()
+        following = None
+        if runs.next_tokens is not None:
+            predictions, following = describer.describe_predictions(
+                read[: position + 1], runs.next_tokens, place, known=position + 1 < len(read)
             )
-        )
-    return Explanation(tuple(routing.stats()), tuple(explained))
+        token = ExplainedToken(read[position], texts[position], effects, predictions, following)
+        tokens.append(token)
+    return tuple(tokens)
 
 
 def split_sequences(input_ids: Tensor, attention_mask: Tensor | None) -> list[Tensor]:

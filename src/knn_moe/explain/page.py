@@ -16,11 +16,11 @@ from knn_moe.pages.page import render
 LEVELS: Final = (0.1, 0.3, 0.5, 0.7)
 
 
-def render_explanation(explanation: Explanation, model: str, memory: str) -> str:
-    """Return the page of `explanation`; `model` and `memory` are their names."""
+def render_explanation(explanation: Explanation) -> str:
+    """Return the page of `explanation`."""
     context = {
-        "model": model,
-        "memory": memory,
+        "model": explanation.model,
+        "memory": explanation.memory,
         "layers": explanation.layers,
         "tokens": len(explanation.tokens),
         "passages": [
@@ -44,12 +44,12 @@ def _show(title: str, tokens: tuple[ExplainedToken, ...]) -> ShownPassage:
 
 
 def _show_token(token: ExplainedToken) -> ShownToken:
-    swapped = sum(case.changed for case in token.cases)
+    swapped = sum(effect.changed for effect in token.effects)
     panel = {
         "text": token.text,
         "change": f"Mean λ {words.PLAIN.format(token.confidence)}; experts changed in {swapped} of "
-        f"{len(token.cases)} layers.",
-        "cases": [show_case(case) for case in token.cases],
+        f"{len(token.effects)} layers.",
+        "cases": [show_case(effect) for effect in token.effects],
     }
     step = sum(token.confidence >= level for level in LEVELS)
     return ShownToken(token.text, css_classes(token.text, step), panel)

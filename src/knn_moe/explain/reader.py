@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from knn_moe.explain.explanation import RecalledCase
+from knn_moe.explain.explanation import LayerEffect
 from knn_moe.pages import words
 
 
@@ -43,17 +43,18 @@ def css_classes(text: str, step: int) -> str:
     return " ".join(names)
 
 
-def show_case(case: RecalledCase) -> dict[str, Any]:
+def show_case(effect: LayerEffect) -> dict[str, Any]:
     """Return what the panel says of one layer; each expert has its Δlogit behind it."""
+    nearest = effect.cases[0] if effect.cases else None
     return {
-        "layer": case.layer,
-        "before": case.before,
-        "token": case.token,
-        "after": case.after,
-        "distance": words.PLAIN.format(case.distance),
-        "confidence": words.PLAIN.format(case.confidence),
-        "in": _experts(case.experts_in),
-        "out": _experts(case.experts_out),
+        "layer": effect.layer,
+        "before": nearest.before if nearest else "",
+        "token": nearest.token if nearest else "",
+        "after": nearest.after if nearest else "",
+        "distance": words.PLAIN.format(nearest.distance if nearest else None),
+        "confidence": words.PLAIN.format(effect.confidence),
+        "in": _experts(effect.experts_in),
+        "out": _experts(effect.experts_out),
     }
 
 

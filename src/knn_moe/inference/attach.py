@@ -319,10 +319,12 @@ class Routing(Handle):
         tokenizer: Any = None,
         last: int | None = None,
     ) -> Explanation:
-        """Explain what the memory does to each token in each layer: the case it recalls, with text,
-        distance and λ, and the experts that come in and go out.
+        """Explain what the memory does to each token in each layer: the cases it recalls, with
+        texts, distances and weights, λ, the experts that come in and go out, and the next tokens
+        that the model expects with the memory and without.
 
-        The text is read once more, each row by itself, uncompiled; `stats()` does not count that.
+        The text is read twice more, each row by itself, uncompiled: with the memory, and by the
+        model alone. `stats()` does not count that.
 
         Args:
             input_ids: Token ids [T] or [B, T], or a text. None: what the model read last, prompt
@@ -332,7 +334,8 @@ class Routing(Handle):
             last: Explain only this many tokens, from the end.
 
         Returns:
-            The explanation: printed as a table, or as JSON by `to_dict()`.
+            The explanation: printed as a table, written as a page by `save()`, or as JSON by
+            `to_dict()`.
 
         Raises:
             NothingReadError: It is not known what the model read last.
@@ -356,9 +359,12 @@ class Routing(Handle):
         now = self._pass.now
         try:
             now.aside = True
-            return explain_sequences(self._model, self, sequences, describer, last)
+            explained = explain_sequences(self._model, self, sequences, describer, last)
         finally:
             now.aside = False
+        cases, examples = len(self.memory), self.memory.provenance.num_examples
+        described = f"a memory of {cases:,} cases from {examples:,} examples"
+        return replace(explained, model=self.memory.base_model.name, memory=described)
 
     @contextmanager
     def observed(self, observer: Callable[[RouterCall], None]) -> Iterator[None]:
@@ -373,6 +379,18 @@ class Routing(Handle):
             yield
         finally:
             now.observer = before
+
+    @contextmanager
+    def set_aside(self, observer: Callable[[int, Tensor], None]) -> Iterator[None]:
+        """Let the model run as if it had no memory, in this thread inside, and hand the experts
+        of each attached layer to `observer`: the layer, and [T, top_k] ascending."""
+        now = self._pass.now
+        before = now.alone
+        try:
+            now.alone = observer
+            yield
+        finally:
+            now.alone = before
 
     def __repr__(self) -> str:
         state = "attached" if self._attached else "detached"

@@ -62,6 +62,8 @@ class _Pass:
     # Of this thread's passes, not only of this one:
     observer: Callable[[RouterCall], None] | None = None
     aside = False  # whether they are neither counted nor remembered
+    # Set: the memory does nothing, and the experts [T, top_k] of each layer's router go here.
+    alone: Callable[[int, Tensor], None] | None = None
 
 
 class ForwardPass(NotCopied):
@@ -134,12 +136,12 @@ class ForwardPass(NotCopied):
                 self.end()
             return
         for name, rows in (now.rows or {}).items():
-            self.used[name] |= not rows.empty
+            self.used[name] |= not rows.empty and now.alone is None
         now.mask = now.first = now.rows = None
         if not now.aside:
             self.finished.passes += 1
         if not torch.compiler.is_compiling():
-            if not self.finished.eagerly:
+            if not self.finished.eagerly and now.alone is None:
                 self.finished.eagerly = True
                 self._on_first()
             if not now.ends_later:

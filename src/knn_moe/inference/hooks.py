@@ -243,6 +243,10 @@ def _mix_in_turn(
     return logits
 
 
+def _leave(inputs: Tensor, logits: Tensor) -> Tensor:
+    return logits
+
+
 class HookStack(RouterHook):
     """The hooks of the memories at one router, one after the other."""
 
@@ -256,7 +260,11 @@ class HookStack(RouterHook):
         return self.forward_pass.closed
 
     def watch(self) -> Watch | None:
-        return RecallWatch(self.router, self.hooks) if self.forward_pass.active() else None
+        if not self.forward_pass.active():
+            return None
+        if self.forward_pass.now.alone is not None:
+            return Watch(self.router, _leave)
+        return RecallWatch(self.router, self.hooks)
 
     def finish(
         self,
@@ -269,4 +277,6 @@ class HookStack(RouterHook):
         if isinstance(watch, RecallWatch):
             for hook, step in watch.steps:
                 hook.count(step, module, args, kwargs, output)
+        elif (alone := self.forward_pass.now.alone) is not None and watch.logits is not None:
+            alone(self.router.layer, chosen_experts(self.router, output, watch.logits))
         return output

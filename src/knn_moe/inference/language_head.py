@@ -267,7 +267,7 @@ class HeadHooks(NotCopied):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any = None
     ) -> Any:
         """Mix next tokens into the logits. After an exception there are none."""
-        active = self._pass is None or self._pass.active()
+        active = self._pass is None or (self._pass.active() and self._pass.now.alone is None)
         try:
             if output is not None and active:
                 for head in self.heads:

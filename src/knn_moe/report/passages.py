@@ -41,7 +41,7 @@ def show_passage(passage: Passage) -> ShownPassage:
     for text, cause, losses in zip(others, passage.tokens, passage.losses, strict=False):
         panel = {
             "text": text,
-            "cases": [show_case(case) for case in cause.cases],
+            "cases": [show_case(effect) for effect in cause.effects],
             "before": words.format_probability(losses[0]),
             "after": words.format_probability(losses[1]),
             "change": words.describe_change(*losses),
