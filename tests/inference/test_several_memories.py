@@ -135,6 +135,26 @@ def test_each_is_used_in_its_own_way(
         assert list(routing.stats()["law"]) == [last]
 
 
+def test_each_is_explained_as_if_it_were_alone(
+    family_model: PreTrainedModel, memories: dict[str, RoutingMemory]
+) -> None:
+    ids = ROWS[0]
+    configs = {"law": RoutingConfig(k=3)}
+    with attach_all(family_model, memories, configs) as routing, routing.using("medicine"):
+        explained = {name: routing.explain(name, ids, last=4) for name in NAMES}
+        read(family_model)
+        assert {layer.calls for layer in routing.stats()["medicine"].values()} == {1}
+        assert {layer.calls for layer in routing.stats()["law"].values()} == {0}
+        with pytest.raises(ConfigError, match="Unknown memory 'arts'"):
+            routing.explain("arts", ids)
+        with pytest.raises(ConfigError, match="last must be at least 1"):
+            routing.explain("law", ids, last=0)
+    for name in NAMES:
+        with attach(family_model, memories[name], configs.get(name)) as alone:
+            assert explained[name] == alone.explain(ids, last=4)
+    assert explained["law"] != explained["medicine"]
+
+
 def test_what_is_refused(family_model: PreTrainedModel, memories: dict[str, RoutingMemory]) -> None:
     with pytest.raises(ConfigError, match="at least one memory"):
         attach_all(family_model, {})

@@ -7,9 +7,9 @@ Knows the model's structure through routers/; what is computed is recall/'s.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -267,6 +267,54 @@ class Handle:
                 f"the model without it (GPT-OSS: Mxfp4Config(dequantize=True))."
             )
 
+    @contextmanager
+    def observed(self, observer: Callable[[RouterCall], None]) -> Iterator[None]:
+        """Hand each router call of this thread inside to `observer`, after its experts are
+        chosen."""
+        if not self._attached:
+            raise AttachError("The memory is detached. Attach it again to observe it.")
+        now = self._pass.now
+        before = now.observer
+        try:
+            now.observer = observer
+            yield
+        finally:
+            now.observer = before
+
+    @contextmanager
+    def set_aside(self, observer: Callable[[int, Tensor], None]) -> Iterator[None]:
+        """Let the model run as if it had no memory, in this thread inside, and hand the experts
+        of each attached layer to `observer`: the layer, and [T, top_k] ascending."""
+        now = self._pass.now
+        before = now.alone
+        try:
+            now.alone = observer
+            yield
+        finally:
+            now.alone = before
+
+    def _explain(
+        self, used: InUse, sequences: Sequence[Tensor], tokenizer: Any, last: int | None
+    ) -> Explanation:
+        """Explain what one memory does to each token, in passes that are not counted."""
+        as_found = replace(used.config, gamma=None)
+        usual = {
+            hook.router.layer: layer_gamma(
+                used.memory, hook.router.layer, as_found, hook.router.device
+            )
+            for hook in used.hooks
+        }
+        describer = Describer(used.memory.provenance, usual, tokenizer)
+        now = self._pass.now
+        try:
+            now.aside = True
+            explained = explain_sequences(self._model, used, sequences, describer, last)
+        finally:
+            now.aside = False
+        cases, examples = len(used.memory), used.memory.provenance.num_examples
+        described = f"a memory of {cases:,} cases from {examples:,} examples"
+        return replace(explained, model=used.memory.base_model.name, memory=described)
+
     def __enter__(self) -> Self:
         return self
 
@@ -280,6 +328,43 @@ class Handle:
             self.detach()
         else:
             self._remove()
+
+
+@dataclass(frozen=True)
+class InUse:
+    """A memory on a model, as far as an explanation reads it."""
+
+    memory: RoutingMemory
+    config: RoutingConfig
+    hooks: Sequence[RecallHook]
+    handle: Handle
+
+    def stats(self) -> dict[int, LayerStats]:
+        """Return the stats by layer."""
+        return {hook.router.layer: hook.stats() for hook in self.hooks}
+
+    def observed(self, observer: Callable[[RouterCall], None]) -> AbstractContextManager[None]:
+        """As of the handle."""
+        return self.handle.observed(observer)
+
+    def set_aside(self, observer: Callable[[int, Tensor], None]) -> AbstractContextManager[None]:
+        """As of the handle."""
+        return self.handle.set_aside(observer)
+
+
+def read_sequences(
+    input_ids: Tensor | str, attention_mask: Tensor | None, tokenizer: Any
+) -> list[Tensor]:
+    """Return the tokens to explain, each sequence without padding. Shape [n] each."""
+    if isinstance(input_ids, str):
+        input_ids = tokenize(input_ids, tokenizer)
+    return split_sequences(input_ids, attention_mask)
+
+
+def check_last(last: int | None) -> None:
+    """Raise ConfigError if an explanation is to have no tokens."""
+    if last is not None and last < 1:
+        raise ConfigError(f"last must be at least 1, got {last}.")
 
 
 class Routing(Handle):
@@ -340,57 +425,13 @@ class Routing(Handle):
         Raises:
             NothingReadError: It is not known what the model read last.
         """
-        if last is not None and last < 1:
-            raise ConfigError(f"last must be at least 1, got {last}.")
         if input_ids is None:
             sequences = self._history.sequences(_end_tokens(self._model))
         else:
-            if isinstance(input_ids, str):
-                input_ids = tokenize(input_ids, tokenizer)
-            sequences = split_sequences(input_ids, attention_mask)
-        as_found = replace(self.config, gamma=None)
-        usual = {
-            hook.router.layer: layer_gamma(
-                self.memory, hook.router.layer, as_found, hook.router.device
-            )
-            for hook in self._hooks
-        }
-        describer = Describer(self.memory.provenance, usual, tokenizer)
-        now = self._pass.now
-        try:
-            now.aside = True
-            explained = explain_sequences(self._model, self, sequences, describer, last)
-        finally:
-            now.aside = False
-        cases, examples = len(self.memory), self.memory.provenance.num_examples
-        described = f"a memory of {cases:,} cases from {examples:,} examples"
-        return replace(explained, model=self.memory.base_model.name, memory=described)
-
-    @contextmanager
-    def observed(self, observer: Callable[[RouterCall], None]) -> Iterator[None]:
-        """Hand each router call of this thread inside to `observer`, after its experts are
-        chosen."""
-        if not self._attached:
-            raise AttachError("The memory is detached. Attach it again to observe it.")
-        now = self._pass.now
-        before = now.observer
-        try:
-            now.observer = observer
-            yield
-        finally:
-            now.observer = before
-
-    @contextmanager
-    def set_aside(self, observer: Callable[[int, Tensor], None]) -> Iterator[None]:
-        """Let the model run as if it had no memory, in this thread inside, and hand the experts
-        of each attached layer to `observer`: the layer, and [T, top_k] ascending."""
-        now = self._pass.now
-        before = now.alone
-        try:
-            now.alone = observer
-            yield
-        finally:
-            now.alone = before
+            sequences = read_sequences(input_ids, attention_mask, tokenizer)
+        check_last(last)
+        used = InUse(self.memory, self.config, self._hooks, self)
+        return self._explain(used, sequences, tokenizer, last)
 
     def __repr__(self) -> str:
         state = "attached" if self._attached else "detached"

@@ -18,13 +18,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from knn_moe.config import RoutingConfig
 from knn_moe.errors import AttachError, ConfigError
+from knn_moe.explain.explanation import Explanation
 from knn_moe.inference.arguments import (
     MemoryLike,
     check_config,
@@ -32,7 +33,15 @@ from knn_moe.inference.arguments import (
     check_model,
     open_memory,
 )
-from knn_moe.inference.attach import Handle, check_free, make_recall_hook, routers_for
+from knn_moe.inference.attach import (
+    Handle,
+    InUse,
+    check_free,
+    check_last,
+    make_recall_hook,
+    read_sequences,
+    routers_for,
+)
 from knn_moe.inference.forward_pass import ForwardPass, Rows
 from knn_moe.inference.hooks import HookStack, LayerStats, RecallHook, Selection
 from knn_moe.inference.language_head import Head, HeadHooks, make_head
@@ -57,7 +66,7 @@ def attach_all(
         force: As in `attach`.
 
     Returns:
-        The handle: a context manager with `using()`, `stats()` and `detach()`.
+        The handle: a context manager with `using()`, `explain()`, `stats()` and `detach()`.
 
     Raises:
         AttachError, MemoryMismatchError, MemoryFormatError, ConfigError: As in `attach`.
@@ -102,6 +111,7 @@ class Memories(Handle):
         force: bool,
     ) -> None:
         self.memories = dict(memories)
+        self._configs = {name: configs.get(name, each.routing) for name, each in memories.items()}
         self._model = model
         self._thread = threading.get_ident()
         self._unused = {name: Rows(torch.zeros(1, dtype=torch.bool)) for name in memories}
@@ -110,7 +120,7 @@ class Memories(Handle):
         self._hooks: dict[str, list[RecallHook]] = {}
         heads: list[Head] = []
         for name, memory in memories.items():
-            config = configs.get(name, memory.routing)
+            config = self._configs[name]
             routers = routers_for(model, memory, config, force=force)
             self._hooks[name] = [
                 make_recall_hook(router, memory, config, self._pass, self._selections[name])
@@ -179,6 +189,34 @@ class Memories(Handle):
         finally:
             chosen.ended = True
             _CHOICE.set(chosen.outer)
+
+    def explain(
+        self,
+        name: str,
+        input_ids: Tensor | str,
+        attention_mask: Tensor | None = None,
+        *,
+        tokenizer: Any = None,
+        last: int | None = None,
+    ) -> Explanation:
+        """Explain what the memory `name` does to each token, whichever is chosen.
+
+        Args:
+            name: The memory.
+            input_ids: Token ids [T] or [B, T], or a text.
+            attention_mask: As in the `explain` of a single memory.
+            tokenizer: As there.
+            last: As there.
+
+        Raises:
+            AttachError, ConfigError: As in `using`.
+        """
+        check_last(last)
+        with self.using(name):
+            memory, config = self.memories[name], self._configs[name]
+            used = InUse(memory, config, self._hooks[name], self)
+            sequences = read_sequences(input_ids, attention_mask, tokenizer)
+            return self._explain(used, sequences, tokenizer, last)
 
     def stats(self) -> dict[str, dict[int, LayerStats]]:
         """Return the stats of each memory by layer, over the rows that used it."""
