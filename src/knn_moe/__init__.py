@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from knn_moe.labels.label import label as label
     from knn_moe.memory.memory import RoutingMemory as RoutingMemory
     from knn_moe.reference.examples import Example as Example
-    from knn_moe.reference.examples import load_examples as load_examples
+    from knn_moe.reference.load import load_examples as load_examples
     from knn_moe.routers.find import find_routers as find_routers
     from knn_moe.routers.load import load_model as load_model
 
@@ -74,7 +74,7 @@ _HOMES: Final = {
     "evaluate": "evaluation.evaluate",
     "find_routers": "routers.find",
     "label": "labels.label",
-    "load_examples": "reference.examples",
+    "load_examples": "reference.load",
     "load_model": "routers.load",
     "prune": "adapt.prune.prune",
 }

@@ -17,8 +17,9 @@ from knn_moe.bench.models import number_tokenizer
     [
         ("", "is empty"),
         ('{"text": "3 4"}\n{"text": 3 4}\n', "line 2: not JSON"),
-        ('{"question": "3 4"}\n', "line 1: needs"),
-        (None, "No file of examples"),
+        ('{"body": "3 4"}\n', "line 1: needs"),
+        ('{"body": "3 4"}\n', "has 'body' (str). Say which column is which with --column"),
+        (None, "There is no file or folder"),
     ],
 )
 def test_a_bad_reference_file(
@@ -33,9 +34,9 @@ def test_a_bad_reference_file(
     assert list(tmp_path.iterdir()) == before
 
 
-def test_a_folder_is_no_reference_file(saved_model: Path, tmp_path: Path) -> None:
+def test_a_folder_without_examples(saved_model: Path, tmp_path: Path) -> None:
     result = run_cli("build", saved_model, tmp_path, "-o", tmp_path / "memory")
-    assert_refused(result, "No file of examples")
+    assert_refused(result, "holds no examples", ".jsonl, .json")
 
 
 def test_no_such_model(
@@ -105,6 +106,12 @@ def test_a_truncated_memory(saved_memory: Path, saved_model: Path, tmp_path: Pat
         ("build MODEL REF -o OUT --device abacus", "abacus"),
         ("build MODEL REF -o OUT --device cuda:77", "cuda:77"),
         ("build MODEL REF -o OUT --head", "Add --calibrate"),
+        ("build MODEL REF -o OUT --split none", "Only plain text is split"),
+        ("build MODEL REF -o OUT --column text", "--column needs FIELD=COLUMN"),
+        ("build MODEL REF -o OUT --column body=text", "has a field 'body'"),
+        ("build MODEL REF -o OUT --column text=body", "has no column 'body'"),
+        ("build MODEL REF -o OUT --format xml", "Unknown format 'xml'"),
+        ("calibrate MODEL MEMORY --dry-run --split none", "need a REFERENCE"),
         ("build MODEL REF -o REF/memory", "Not a directory"),
         ("generate MODEL EMPTY", "The prompt has no tokens"),
         ("generate MODEL 3 --chat", "no chat template"),

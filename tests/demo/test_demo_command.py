@@ -141,7 +141,7 @@ def short(folder: Path) -> Path:
     [
         ("reference", broken_line, "line 2: not JSON"),
         ("test", broken_line, "line 2: not JSON"),
-        ("reference", lambda folder: folder / "none.jsonl", "No file of examples"),
+        ("reference", lambda folder: folder / "none.jsonl", "There is no file or folder"),
         ("test", empty, "is empty"),
         ("test", short, "tokens, fewer than a window of 256"),
     ],

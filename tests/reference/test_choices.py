@@ -13,7 +13,8 @@ from knn_moe.build.build import choice_tokens, reference_tokens
 from knn_moe.config import BuildConfig
 from knn_moe.errors import ReferenceSetError
 from knn_moe.reference.choices import ChoiceBatch, ChoiceTokens
-from knn_moe.reference.examples import Example, load_examples, tokenise
+from knn_moe.reference.examples import Example, tokenise
+from knn_moe.reference.load import load_examples
 from knn_moe.tasks.answers import by_likelihood
 from knn_moe.tasks.questions import make_choices
 
@@ -138,5 +139,5 @@ def test_distractors_are_read_from_mappings() -> None:
     row = {"prompt": "2 + 2 =", "completion": " 4", "distractors": [" 3", " 5"]}
     assert load_examples([row]) == [Example("2 + 2 =", " 4", distractors=(" 3", " 5"))]
     for wrong in (" 3", [3], [" 4"], [""]):
-        with pytest.raises(ReferenceSetError, match=r"Example 0 .*distractors"):
+        with pytest.raises(ReferenceSetError, match=r"Example 0: .*distractors"):
             load_examples([{**row, "distractors": wrong}])

@@ -14,7 +14,7 @@ from knn_moe.build.workspace import Workspace, discard
 from knn_moe.config import BuildConfig, as_json
 from knn_moe.errors import MemoryMismatchError
 from knn_moe.memory.memory import RoutingMemory
-from knn_moe.reference.examples import iter_examples
+from knn_moe.reference.load import Examples, iter_examples
 from knn_moe.reference.provenance import owners, same_places
 from knn_moe.support.progress import OnProgress, ignore_progress
 
@@ -23,7 +23,7 @@ def append(
     memory: RoutingMemory,
     model: nn.Module,
     tokenizer: Any,
-    examples: str | Path,
+    examples: Examples,
     config: BuildConfig,
     *,
     folder: Path,
@@ -39,7 +39,7 @@ def append(
         memory: The memory to append to.
         model: The model that it was built for.
         tokenizer: The model's tokenizer.
-        examples: A file of examples.
+        examples: All that `load_examples` takes and that can be read twice: no iterator.
         config: How to build the new cases.
         folder: Where the whole memory is written.
         overwrite: As in `build_memory`.

@@ -29,7 +29,8 @@ from knn_moe.memory.layers import LayerShape
 from knn_moe.memory.manifest import MemoryManifest
 from knn_moe.memory.memory import RoutingMemory
 from knn_moe.reference.choices import add_distractors
-from knn_moe.reference.examples import Example, ExampleLike, iter_examples
+from knn_moe.reference.examples import Example
+from knn_moe.reference.load import Examples, iter_examples
 from knn_moe.reference.windows import Batch, ReferenceTokens, read_tokens
 from knn_moe.routers.find import Router, find_routers
 from knn_moe.routers.fingerprint import identify, identify_tokenizer, sketch_weights
@@ -51,7 +52,7 @@ from knn_moe.support.progress import OnProgress, Progress, ignore_progress
 def build_memory(
     model: nn.Module,
     tokenizer: Any,
-    examples: str | Path | Iterable[ExampleLike],
+    examples: Examples,
     config: BuildConfig | None = None,
     *,
     folder: str | Path | None = None,
@@ -63,7 +64,7 @@ def build_memory(
     Args:
         model: A Hugging Face MoE model.
         tokenizer: Its tokenizer.
-        examples: A file, or any iterable of examples; see `load_examples`.
+        examples: A file, a folder, a table or a list of examples: all that `load_examples` takes.
         config: How to build. None: the paper's preset.
         folder: Where the memory is streamed to and opened from, memory-mapped. A build of the same
             model, reference set and config that was killed on its way there is resumed. None: a
@@ -103,7 +104,7 @@ def build_to(
     to: Destination,
     model: nn.Module,
     tokenizer: Any,
-    examples: str | Path | Iterable[ExampleLike],
+    examples: Examples,
     config: BuildConfig,
     on_progress: OnProgress,
 ) -> RoutingMemory:

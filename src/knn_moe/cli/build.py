@@ -22,14 +22,18 @@ from knn_moe.cli.common import (
     show_progress,
     show_written,
 )
+from knn_moe.cli.reference import open_reference, reference_options
 from knn_moe.errors import BuildError, ConfigError
 
 if TYPE_CHECKING:
     from knn_moe.adapt.calibrate.result import Calibration
     from knn_moe.config import BuildConfig
     from knn_moe.memory.memory import RoutingMemory
+    from knn_moe.reference.load import ReferenceSet
 
-Inputs: TypeAlias = tuple[Any, Any, Path, "BuildConfig"]  # model, tokenizer, reference, config
+Inputs: TypeAlias = tuple[
+    Any, Any, "ReferenceSet", "BuildConfig"
+]  # model, tokenizer, reference, config
 _CONFIG: Final = (
     "preset", "steps", "learning_rate", "gradient", "tokens", "loss", "max_length",
     "batch_tokens",
@@ -99,6 +103,7 @@ _CONFIG: Final = (
     is_flag=True,
     help="Replace a memory in the output folder when the new one is complete.",
 )
+@reference_options
 @model_options
 @json_option
 def command(model: str, reference: Path, output: Path, as_json: bool, **options: Any) -> None:
@@ -109,21 +114,22 @@ def command(model: str, reference: Path, output: Path, as_json: bool, **options:
     knn-moe build allenai/OLMoE-1B-7B-0125-Instruct reference.jsonl.gz -o memory --calibrate
     knn-moe build tiny-olmoe reference.jsonl -o memory --resume
     knn-moe build tiny-olmoe more.jsonl --append memory -o memory --overwrite
+    knn-moe build tiny-olmoe questions.csv -o memory --column question=q --column answer=a
+    cat notes.txt | knn-moe build tiny-olmoe - -o memory
 
-    MODEL is an embedded model, a folder or a hub id. REFERENCE is a .jsonl or .jsonl.gz file with
-    "text", "prompt" and "completion", or "messages" on each line, or a .txt file, which is one
-    text. An interrupted build leaves OUTPUT.partial, from which --resume continues.
+    MODEL is an embedded model, a folder or a hub id. REFERENCE is a file (.jsonl, .json, .csv,
+    .tsv, .parquet, .txt or .md; all but .parquet also .gz), a folder of such files, - for standard
+    input, or a data set of the hub, as ORG/NAME or ORG/NAME:SPLIT. Rows may be texts, prompts with
+    completions, questions with answers, instructions, or conversations; plain text is split at
+    blank lines. An interrupted build leaves OUTPUT.partial, from which --resume continues.
     """
-    from knn_moe.reference.examples import iter_examples
-
     _check_combination(options)
     earlier = None if options["append"] is None else _open_appendable(options["append"])
     config = _build_config(options, earlier)
     _check_output(output, overwrite=options["overwrite"], resume=options["resume"])
-    for _ in iter_examples(reference):  # refuses a bad reference file before the model is loaded
-        pass
+    examples = open_reference(reference, options)
     network, tokenizer = load_model(model, options["device"], options["dtype"])
-    inputs = (network, tokenizer, reference, config)
+    inputs = (network, tokenizer, examples, config)
     if earlier is not None:
         _check_same_model(network, earlier)
         memory, calibration = _append(earlier, inputs, output, options["overwrite"]), None

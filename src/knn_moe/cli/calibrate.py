@@ -23,6 +23,7 @@ from knn_moe.cli.common import (
     show_progress,
 )
 from knn_moe.cli.inspect import WIDTH_COLUMNS, width_cells
+from knn_moe.cli.reference import OPTIONS, open_reference, reference_options
 from knn_moe.memory.card import describe_head
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
 @click.option("--in-place", is_flag=True, help="Write the calibration into MEMORY itself.")
 @click.option("--dry-run", is_flag=True, help="Show what would be chosen, and write nothing.")
 @force_option
+@reference_options
 @model_options
 @json_option
 def command(
@@ -77,19 +79,20 @@ def command(
     knn-moe calibrate tiny-olmoe memory --in-place
     knn-moe calibrate tiny-olmoe memory --dry-run --json
 
-    Calibration reads the reference set that MEMORY was built from, or REFERENCE, a file of the same
-    kind. It fits the widths (γ), the confidence (λ) and the stored values of each layer on one part
-    of the examples, chooses the learning rate and the number of neighbours (K) on a second part,
-    and judges the result on a third. No example recalls itself. If the memory does not help on
-    held-out examples, calibration turns it off.
+    Calibration reads the reference set that MEMORY was built from, or REFERENCE, which is anything
+    that knn-moe build reads. It fits the widths (γ), the confidence (λ) and the stored values of
+    each layer on one part of the examples, chooses the learning rate and the number of neighbours
+    (K) on a second part, and judges the result on a third. No example recalls itself. If the memory
+    does not help on held-out examples, calibration turns it off.
     """
     from knn_moe.adapt.calibrate.calibrate import calibrate
     from knn_moe.adapt.calibrate.result import write_calibrated
     from knn_moe.memory.memory import RoutingMemory
-    from knn_moe.reference.examples import iter_examples
 
     config, target = _calibration_config(options), _choose_target(memory, options)
-    examples = None if reference is None else list(iter_examples(reference))
+    if reference is None and any(options[name] for name in OPTIONS):
+        raise click.UsageError("--column, --split and --format need a REFERENCE to be read.")
+    examples = None if reference is None else open_reference(reference, options)
     opened = RoutingMemory.from_pretrained(memory)
     network, tokenizer = load_model(model, options["device"], options["dtype"])
     with show_progress("Calibrating") as report:

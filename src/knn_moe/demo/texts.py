@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from knn_moe.errors import ReferenceSetError
-from knn_moe.reference.examples import Example, load_examples, tokenise
+from knn_moe.reference.examples import Example, tokenise
+from knn_moe.reference.files import WHOLE
+from knn_moe.reference.load import ReferenceSet
+from knn_moe.reference.source import Source
 from knn_moe.tasks import Task, TaskData, Text
 from knn_moe.tasks.task import Row
 
@@ -52,14 +55,19 @@ def read_files(reference: Path, test: Path) -> DemoText:
     Raises:
         ReferenceSetError: A file cannot be read, or the test set holds all of the reference set.
     """
-    examples = load_examples(test)
-    kept = remove_overlap(load_examples(reference), examples)
+    examples, listed = _read_whole(test), _read_whole(reference)
+    kept = remove_overlap(listed, examples)
     if not kept:
         raise ReferenceSetError(
             f"Everything in {str(reference)!r} is in {str(test)!r} as well. "
             f"The test text must differ from the reference text."
         )
     return DemoText(kept, examples, repr(reference.name), repr(test.name))
+
+
+def _read_whole(path: Path) -> list[Example]:
+    """Return examples; a text stays whole, because paragraphs follow one another in the test."""
+    return list(ReferenceSet(Source(path, default_split=WHOLE)))
 
 
 def remove_overlap(reference: Sequence[Example], test: Sequence[Example]) -> list[Example]:

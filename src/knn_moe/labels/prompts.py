@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from knn_moe.errors import ReferenceSetError
-from knn_moe.reference.examples import Example, is_chat, tokenise_prompt
+from knn_moe.reference.examples import Example, tokenise_prompt
+from knn_moe.reference.forms import is_chat
 from knn_moe.support.files import read_lines
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from knn_moe.inference.attach import check_free
 from knn_moe.memory.files import refuse_existing
 from knn_moe.memory.memory import RoutingMemory
 from knn_moe.reference.choices import ChoiceTokens
-from knn_moe.reference.examples import ExampleLike, iter_examples
+from knn_moe.reference.load import Examples, iter_examples
 from knn_moe.reference.splits import split
 from knn_moe.reference.windows import ReferenceTokens, make_batch
 from knn_moe.routers.find import find_routers
@@ -42,7 +42,7 @@ PAPER_STEP: Final = PRESETS["paper"]["build"]["learning_rate"]
 def build_calibrated(
     model: nn.Module,
     tokenizer: Any,
-    examples: str | Path | Iterable[ExampleLike],
+    examples: Examples,
     config: BuildConfig | None = None,
     calibration: CalibrationConfig | None = None,
     *,
@@ -61,7 +61,7 @@ def build_calibrated(
     Args:
         model: A Hugging Face MoE model.
         tokenizer: Its tokenizer.
-        examples: A file, or any iterable of examples; see `load_examples`.
+        examples: A file, a folder, a table or a list of examples: all that `load_examples` takes.
         config: What is not chosen: windows and batches, and tokens if not all. How to build, too,
             where values are to stay (`CalibrationConfig(value_rates=())`).
         calibration: How to calibrate.

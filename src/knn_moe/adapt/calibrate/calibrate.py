@@ -15,7 +15,7 @@ and no gradient shows this before it happens.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -32,7 +32,7 @@ from knn_moe.config import CalibrationConfig
 from knn_moe.errors import CalibrationError, ConfigError
 from knn_moe.inference.attach import check_belongs, check_free
 from knn_moe.memory.memory import RoutingMemory
-from knn_moe.reference.examples import ExampleLike, iter_examples
+from knn_moe.reference.load import Examples, iter_examples
 from knn_moe.reference.provenance import owners
 from knn_moe.reference.windows import ReferenceTokens
 from knn_moe.routers.grouped_experts import use_grouped_experts
@@ -47,7 +47,7 @@ from knn_moe.support.progress import OnProgress, ignore_progress
 def calibrate(
     model: nn.Module,
     memory: RoutingMemory,
-    examples: Iterable[ExampleLike] | None = None,
+    examples: Examples | None = None,
     config: CalibrationConfig | None = None,
     *,
     tokenizer: Any = None,
@@ -139,7 +139,7 @@ def conclude(search: Search, started: float) -> Calibration:
 
 
 def _read_reference(
-    model: nn.Module, memory: RoutingMemory, examples: Iterable[ExampleLike] | None, tokenizer: Any
+    model: nn.Module, memory: RoutingMemory, examples: Examples | None, tokenizer: Any
 ) -> ReferenceTokens:
     if examples is None:
         if memory.build.tokens == "all" and memory.build.loss == "completion":

@@ -1,0 +1,261 @@
+"""The forms in which data sets hold examples: which fields a row has, and what is read from them.
+
+Knows mappings; nothing of files or tokenizers.
+
+The first form that a row fits is used. A question, an instruction and a prompt with its response
+are read with the words between them that models know from their training; a prompt with its
+completion is read as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, Final, NamedTuple, TypeAlias
+
+from knn_moe.errors import ReferenceSetError
+
+Row: TypeAlias = Mapping[str, Any]
+Parts: TypeAlias = dict[str, Any]  # fields of an Example
+
+LETTERS: Final = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_LETTER: Final = re.compile(r"[(\[]?([A-Za-z])[)\].:]*")
+_ROLES: Final = {
+    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
+    "system": "system",
+}  # fmt: skip
+
+
+class Form(NamedTuple):
+    """A form: the fields it needs, those it may have, and how it is read; None: it does not fit."""
+
+    needs: tuple[str, ...]
+    read: Callable[[Row], Parts | None]
+    may: tuple[str, ...] = ()
+
+
+def is_chat(item: object) -> bool:
+    """Tell whether `item` is a list of messages, each with its role and content."""
+    return _is_list_with(item, {"role", "content"})
+
+
+def _is_list_with(item: object, fields: set[str]) -> bool:
+    return (
+        isinstance(item, Sequence)
+        and len(item) > 0
+        and all(isinstance(part, Mapping) and fields <= set(part) for part in item)
+    )
+
+
+def cloze(question: str) -> str:
+    """Return the context that each answer follows, as " " + answer."""
+    return f"Question: {question}\nAnswer:"
+
+
+def ask_instruction(instruction: str, given: str = "") -> str:
+    """Return an instruction, with its input if it has one, as models trained on Alpaca know it."""
+    middle = f"### Input:\n{given}\n\n" if given else ""
+    return f"### Instruction:\n{instruction}\n\n{middle}### Response:\n"
+
+
+def read_turns(turns: object) -> tuple[Mapping[str, Any], ...] | None:
+    """Return chat messages as they are, and ShareGPT's turns as chat messages.
+
+    Raises:
+        ReferenceSetError: A turn is from somebody unknown.
+    """
+    if is_chat(turns):
+        return tuple(turns)  # type: ignore[arg-type]  # just checked
+    if not _is_list_with(turns, {"from", "value"}):
+        return None
+    messages = []
+    for turn in turns:  # type: ignore[attr-defined]  # just checked
+        if turn["from"] not in _ROLES:
+            raise ReferenceSetError(
+                f"has a turn from {turn['from']!r}; known are {', '.join(map(repr, _ROLES))}"
+            )
+        messages.append({"role": _ROLES[turn["from"]], "content": turn["value"]})
+    return tuple(messages)
+
+
+def _read_messages(row: Row) -> Parts | None:
+    turns = read_turns(row["messages"])
+    return None if turns is None else {"messages": turns}
+
+
+def _read_conversations(row: Row) -> Parts | None:
+    return _read_messages({"messages": row["conversations"]})
+
+
+def _read_choices(row: Row) -> Parts | None:
+    choices = row["choices"]
+    if not _are_texts(row, "question") or not _is_texts(choices):
+        return None
+    readings = set(read_answer(choices, row["answer"]).values())
+    if len(readings) != 1:
+        how = "could mean several choices" if readings else "is none of the choices"
+        raise ReferenceSetError(
+            f"has the answer {row['answer']!r}, which {how} of {list(choices)!r}; give its index, "
+            f"from 0"
+        )
+    right = choices[readings.pop()]
+    wrong = tuple(dict.fromkeys(f" {choice}" for choice in choices if choice != right))
+    return {"prompt": cloze(row["question"]), "completion": f" {right}", "distractors": wrong}
+
+
+def _read_completion(row: Row) -> Parts | None:
+    prompt, completion = row["prompt"], row["completion"]
+    if is_chat(prompt) and is_chat(completion):
+        return {"messages": (*prompt, *completion)}
+    if not _are_texts(row, "prompt", "completion"):
+        return None
+    distractors = _read_distractors(row)
+    return {"prompt": prompt, "completion": completion, "distractors": distractors}
+
+
+def _read_distractors(row: Row) -> tuple[str, ...]:
+    given = row.get("distractors")
+    given = () if given is None else given
+    if isinstance(given, str) or not all(isinstance(each, str) and each for each in given):
+        raise ReferenceSetError(f'needs "distractors" as a list of texts; has {given!r}')
+    if row["completion"] in given:
+        raise ReferenceSetError(f"has its completion among its distractors: {given!r}")
+    return tuple(given)
+
+
+def _read_response(row: Row) -> Parts | None:
+    if not _are_texts(row, "prompt", "response"):
+        return None
+    prompt, response = row["prompt"], row["response"]
+    apart = prompt[-1:].isspace() or response[:1].isspace() or not prompt
+    return {"prompt": prompt if apart else f"{prompt}\n", "completion": response}
+
+
+def _read_alpaca(row: Row) -> Parts | None:
+    given = row.get("input", "")
+    if not _are_texts(row, "instruction", "output") or not isinstance(given, str):
+        return None
+    return {"prompt": ask_instruction(row["instruction"], given), "completion": row["output"]}
+
+
+def _read_question(row: Row) -> Parts | None:
+    if not _are_texts(row, "question", "answer"):
+        return None
+    return {"prompt": cloze(row["question"]), "completion": f" {row['answer']}"}
+
+
+def _read_text(row: Row) -> Parts | None:
+    return {"completion": row["text"]} if _are_texts(row, "text") else None
+
+
+FORMS: Final = (
+    Form(("messages",), _read_messages),
+    Form(("conversations",), _read_conversations),
+    Form(("question", "choices", "answer"), _read_choices),
+    Form(("prompt", "completion"), _read_completion, may=("distractors",)),
+    Form(("prompt", "response"), _read_response),
+    Form(("instruction", "output"), _read_alpaca, may=("input",)),
+    Form(("question", "answer"), _read_question),
+    Form(("text",), _read_text),
+)
+_FIELDS: Final = tuple(dict.fromkeys(name for each in FORMS for name in (*each.needs, *each.may)))
+KNOWN: Final = "; ".join(
+    f"{', '.join(each.needs[:-1])} and {each.needs[-1]}" if each.needs[1:] else each.needs[0]
+    for each in FORMS
+)
+
+
+def read_form(row: Row, columns: Mapping[str, str] | None = None) -> Parts:
+    """Return the fields of the Example that a row holds.
+
+    Args:
+        columns: The column of the row that each of these fields has. A form that does not have all
+            of these fields is not considered.
+
+    Raises:
+        ReferenceSetError: The row fits no form; the message is the end of a sentence.
+    """
+    columns = columns or {}
+    given = rename(row, columns)
+    given = {name: value for name, value in given.items() if value is not None}
+    for form in FORMS:
+        if set(columns) <= {*form.needs, *form.may} and all(name in given for name in form.needs):
+            parts = form.read(given)
+            if parts is not None:
+                return parts
+    raise ReferenceSetError(
+        f"needs the columns of one of these forms: {KNOWN}; has {describe(row)}. Say which column "
+        f'is which with --column text=NAME, in Python columns={{"text": "NAME"}}'
+    )
+
+
+def rename(row: Row, columns: Mapping[str, str]) -> dict[str, Any]:
+    """Return the row with each field of `columns` taken from its column.
+
+    Raises:
+        ReferenceSetError: The row does not have the column; the message is the end of a sentence.
+    """
+    missing = next((column for column in columns.values() if column not in row), None)
+    if missing is not None:
+        raise ReferenceSetError(f"has no column {missing!r}; has {describe(row)}")
+    return {**row, **{field: row[column] for field, column in columns.items()}}
+
+
+def describe(row: Row) -> str:
+    """Return the columns of a row and the types of their values."""
+    found = ", ".join(f"{name!r} ({type(value).__name__})" for name, value in row.items())
+    return found or "nothing"
+
+
+def check_columns(columns: Mapping[str, str]) -> None:
+    """Refuse names of fields that no form has.
+
+    Raises:
+        ReferenceSetError: There is one.
+    """
+    for name in columns:
+        if name not in _FIELDS:
+            close = get_close_matches(name, _FIELDS, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise ReferenceSetError(
+                f"No form of examples has a field {name!r}.{hint} Known: {', '.join(_FIELDS)}. "
+                f"A column is named as FIELD=COLUMN, for example text=body."
+            )
+
+
+def read_answer(choices: Sequence[str], answer: object) -> dict[str, int]:
+    """Return each way in which `answer` names one of the choices, and the index of that choice.
+
+    A number is an index from 0. A text is the text of a choice, its letter ("B", "(b)"), or an
+    index written in digits.
+    """
+    count = len(choices)
+    if isinstance(answer, int) and not isinstance(answer, bool):
+        return {"index": answer} if 0 <= answer < count else {}
+    if not isinstance(answer, str):
+        return {}
+    ways = {}
+    given = answer.strip()
+    same = [place for place, choice in enumerate(choices) if choice.strip() == given]
+    letter = _LETTER.fullmatch(given)
+    if same:
+        ways["text"] = same[0]
+    if letter and LETTERS.index(letter[1].upper()) < count:
+        ways["letter"] = LETTERS.index(letter[1].upper())
+    if given.isdecimal() and int(given) < count:
+        ways["index"] = int(given)
+    return ways
+
+
+def _are_texts(row: Row, *names: str) -> bool:
+    return all(isinstance(row[name], str) for name in names)
+
+
+def _is_texts(value: object) -> bool:
+    return (
+        isinstance(value, Sequence)
+        and not isinstance(value, str)
+        and len(value) > 1
+        and all(isinstance(each, str) for each in value)
+    )
