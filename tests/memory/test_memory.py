@@ -316,7 +316,7 @@ def test_publishing_uploads_the_folder_with_its_card(
     monkeypatch.setattr(huggingface_hub.HfApi, "upload_folder", upload)
     assert built.push_to_hub("me/memory") == "https://hub/me/memory"
     assert {"memory_config.json", "README.md", "layer-000.safetensors"} <= seen["files"]
-    assert 'from_pretrained("me/memory")' in seen["card"]
+    assert 'attach(model, "me/memory")' in seen["card"]
     assert "base_model:" not in seen["card"]  # the name of a class is nothing the hub knows
     in_ram = RoutingMemory(
         layers=built.layers, provenance=built.provenance, manifest=built.manifest

@@ -29,13 +29,12 @@ is a router input and the routing logits that would have made the true next toke
 weight of the model changes; take the memory off and the model is what it was.
 
 ```python
-from knn_moe import RoutingMemory, attach
-from transformers import AutoModelForCausalLM
+from knn_moe import attach, load_model
 
-model = AutoModelForCausalLM.from_pretrained("{name}")
-memory = RoutingMemory.from_pretrained("REPO_OR_FOLDER")
-with attach(model, memory):
-    model.generate(...)
+model, tokenizer = load_model("{name}")
+inputs = tokenizer("Once upon a time", return_tensors="pt").to(model.device)
+with attach(model, "REPO_OR_FOLDER"):
+    print(tokenizer.decode(model.generate(**inputs, max_new_tokens=20)[0]))
 ```
 
 | | |
