@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 
 from knn_moe.errors import ReferenceSetError
@@ -14,10 +15,11 @@ from knn_moe.labels.prompts import load_prompts
 @pytest.mark.parametrize(
     ("item", "error"),
     [
-        ({"prompt": "A", "completion": "B"}, "Prompt 1 has a completion already"),
+        ({"prompt": "A", "completion": "B"}, "Prompt 1: has its 'completion' already"),
+        ({"question": "A", "answer": "B"}, "Prompt 1: has its 'answer' already"),
         ({"text": "A"}, "needs no label"),
-        ({"question": "A"}, 'needs "prompt" or "messages"; has \'question\''),
-        ("", "Prompt 1 is empty"),
+        ({"body": "A"}, r"needs one of .*prompt.*; has 'body' \(str\)\. Say .*--column prompt="),
+        ("", "Prompt 1: is empty"),
         ([{"role": "assistant", "content": "A"}], "ends with an answer already"),
         (3, "must be a text or chat messages; got int"),
     ],
@@ -33,7 +35,8 @@ def test_items_that_are_not_prompts_are_refused(item: Any, error: str) -> None:
         ("p.jsonl", "", "is empty"),
         ("p.jsonl", "{", "line 1: not JSON"),
         ("p.jsonl", '{"a": 1}', "line 1: needs"),
-        ("p.csv", "a", "Unknown file type '.csv'"),
+        ("p.csv", "a\nb\n", "line 2: needs one of"),
+        ("p.pdf", "a", "Cannot tell what"),
         ("p.jsonl", None, "There is no file"),
     ],
 )
@@ -50,6 +53,24 @@ def test_a_text_file_has_a_prompt_on_each_line(tmp_path: Path) -> None:
     path = tmp_path / "p.txt"
     path.write_text("a b\n\nc\n")
     assert [prompt.text for prompt in load_prompts(path)] == ["a b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ({"prompt": "Who?", "completion": None}, "Who?"),
+        ({"question": "Who?"}, "Question: Who?\nAnswer:"),
+        ({"instruction": "Go."}, "### Instruction:\nGo.\n\n### Response:\n"),
+        ({"conversations": [{"from": "human", "value": "Who?"}]}, "Who?"),
+    ],
+)
+def test_rows_without_answers(row: dict[str, Any], text: str) -> None:
+    assert [prompt.as_text() for prompt in load_prompts([row])] == [text]
+    rows = pandas.DataFrame([{"Q": next(iter(row.values())), "answer": "It."}])
+    columns = {next(iter(row)): "Q"}
+    assert [prompt.as_text() for prompt in load_prompts(rows, columns)] == [text]
+    with pytest.raises(ReferenceSetError, match=r"no field 'text'\. Known: messages, "):
+        load_prompts(rows, {"text": "Q"})
 
 
 def test_a_judge_reads_a_conversation_as_text() -> None:

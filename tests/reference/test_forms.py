@@ -98,7 +98,7 @@ def test_a_row_of_no_form_is_described(row: Any, columns: dict[str, str], messag
 
 
 def test_a_field_that_no_form_has_is_refused() -> None:
-    with pytest.raises(ReferenceSetError, match=r"a field 'txet'\. Did you mean 'text'\? Known: "):
+    with pytest.raises(ReferenceSetError, match=r"no field 'txet'\. Did you mean 'text'\? Known: "):
         load_examples([{"body": "3"}], columns={"txet": "body"})
 
 

@@ -16,9 +16,11 @@ from knn_moe.cli.common import (
     model_options,
     pick_given,
     print_json,
+    print_note,
     print_text,
     show_progress,
 )
+from knn_moe.cli.reference import open_source, reference_options
 
 if TYPE_CHECKING:
     from knn_moe.labels.verdicts import WrittenVerdicts
@@ -75,6 +77,7 @@ _CONFIG: Final = (
 )
 @click.option("--seed", default=0, show_default=True, help="Seed for sampling.")
 @click.option("--overwrite", is_flag=True, help="Replace the output file if it exists.")
+@reference_options
 @model_options
 @json_option
 def command(model: str, prompts: Path, output: Path, as_json: bool, **options: Any) -> None:
@@ -87,21 +90,24 @@ def command(model: str, prompts: Path, output: Path, as_json: bool, **options: A
         --judge http://localhost:8000/v1 --judge-model NAME
     knn-moe build tiny-olmoe reference.jsonl -o memory
 
-    PROMPTS is a .jsonl or .jsonl.gz file with "prompt" or "messages" on each line, or a .txt file
-    with one prompt per line. Plain texts need no labels: give them to knn-moe build.
+    PROMPTS is all that knn-moe build reads, without the answers: rows with "prompt", "messages",
+    "question" or "instruction", or text with one prompt per line. Plain texts need no labels: give
+    them to knn-moe build.
 
     Verdicts of a judge are kept in OUTPUT.verdicts as they come. After an interruption, the same
     command asks only for those that are missing.
     """
     from knn_moe.labels.config import LabelConfig
     from knn_moe.labels.label import label, save_labelled, summarise
-    from knn_moe.labels.prompts import load_prompts
+    from knn_moe.labels.prompts import read_prompts
 
     given = pick_given(options, *_CONFIG)
     config = LabelConfig(**({"by": "judge"} if options["url"] else {}) | given)
     judge = _open_judge(config.by, options["url"], options["judge_model"], output)
     _check_output(output, overwrite=options["overwrite"])
-    unanswered = load_prompts(prompts)  # refuses a bad file before the model is loaded
+    source = open_source(prompts, options, noun="Prompt", default_split="\n")
+    unanswered = read_prompts(source, options["columns"])  # before the model is loaded
+    print_note(source.describe("prompt"))
     if options["chat"]:
         unanswered = [prompt.as_chat() for prompt in unanswered]
     device = options["device"]

@@ -12,6 +12,7 @@ from knn_moe.cli.common import print_note
 
 if TYPE_CHECKING:
     from knn_moe.reference.load import ReferenceSet
+    from knn_moe.reference.source import Source
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -50,7 +51,7 @@ _split = click.option(
     metavar="[paragraphs|none|SEPARATOR]",
     callback=_parse_split,
     help=r"Split plain text into examples at blank lines (paragraphs), not at all (none), or where "
-    r"this text stands, such as --- or \n. Default: paragraphs.",
+    r"this text stands, such as --- or \n. Default: paragraphs; prompts to label: \n.",
 )
 _format = click.option(
     "--format",
@@ -65,16 +66,21 @@ def reference_options(command: F) -> F:
     return _columns(_split(_format(command)))
 
 
+def open_source(place: Path, options: Mapping[str, Any], **more: Any) -> Source:
+    """Return the source that `place` and the options name; `more` are fields of it."""
+    from knn_moe.reference.source import Source
+
+    return Source(place, split=options["split"], format=options["file_format"], **more)
+
+
 def open_reference(place: Path, options: Mapping[str, Any]) -> ReferenceSet:
     """Return the reference set that `place` and the options name, and say what it holds.
 
     It is read once to the end, so that what is wrong in it is told before a model is loaded.
     """
     from knn_moe.reference.load import ReferenceSet
-    from knn_moe.reference.source import Source
 
-    source = Source(place, split=options["split"], format=options["file_format"])
-    found = ReferenceSet(source, options["columns"])
+    found = ReferenceSet(open_source(place, options), options["columns"])
     for _ in found:
         pass
     print_note(found.source.describe())

@@ -16,8 +16,9 @@ from knn_moe.errors import ConfigError, LabelError
 from knn_moe.labels.agreement import majority
 from knn_moe.labels.answers import generate_answers, score_confidence
 from knn_moe.labels.config import AGREEMENT, JUDGE, LabelConfig
-from knn_moe.labels.prompts import PromptLike, load_prompts
+from knn_moe.labels.prompts import load_prompts
 from knn_moe.reference.examples import Example
+from knn_moe.reference.load import Examples
 from knn_moe.support.files import write_whole
 from knn_moe.support.progress import OnProgress, Progress, ignore_progress
 
@@ -40,7 +41,7 @@ class Labelled:
 def label(
     model: nn.Module,
     tokenizer: Any,
-    prompts: str | Path | Iterable[PromptLike],
+    prompts: Examples,
     config: LabelConfig | None = None,
     *,
     judge: Judge | None = None,
@@ -53,7 +54,7 @@ def label(
     Args:
         model: A causal language model.
         tokenizer: Its tokenizer.
-        prompts: A .jsonl, .jsonl.gz or .txt file, or an iterable of texts or conversations.
+        prompts: All that `load_examples` takes, without the answers; a text file has one per line.
         config: How to answer, to score and to choose. None: the defaults.
         judge: For `by="judge"`: any function of a prompt and an answer.
         on_progress: Called after each batch and after each verdict.

@@ -1,20 +1,29 @@
-"""Prompts without completions: texts or conversations, from a file or an iterable.
+"""Prompts without completions: texts or conversations, from whatever holds them.
 
 Knows nothing of models.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from knn_moe.errors import ReferenceSetError
 from knn_moe.reference.examples import Example, tokenise_prompt
-from knn_moe.reference.forms import is_chat
-from knn_moe.support.files import read_lines
+from knn_moe.reference.forms import (
+    ask_instruction,
+    check_columns,
+    cloze,
+    describe,
+    read_turns,
+    rename,
+)
+from knn_moe.reference.load import Examples
+from knn_moe.reference.source import Source
+
+_ANSWERS: Final = ("completion", "response", "output", "answer")
+_FIELDS: Final = ("messages", "conversations", "prompt", "question", "instruction", "input")
 
 
 @dataclass(frozen=True)
@@ -25,8 +34,11 @@ class Prompt:
     messages: tuple[Mapping[str, Any], ...] | None = None
 
     @classmethod
-    def of(cls, item: PromptLike) -> Prompt:
-        """Make a prompt from a string, chat messages, or a mapping with "prompt" or "messages".
+    def of(cls, item: PromptLike, columns: Mapping[str, str] | None = None) -> Prompt:
+        """Make a prompt from a string, chat messages, or a mapping in a form without its answer.
+
+        Args:
+            columns: The name that a field of the form has in a mapping.
 
         Raises:
             ReferenceSetError: It is something else; the message is the end of a sentence.
@@ -34,31 +46,47 @@ class Prompt:
         if isinstance(item, Prompt):
             return item
         if isinstance(item, Mapping):
-            return cls._from_mapping(item)
+            row = rename(item, columns or {})
+            known = {name: row[name] for name in columns} if columns else row
+            return cls._from_mapping({k: v for k, v in known.items() if v is not None}, item)
+        if columns:
+            raise ReferenceSetError(
+                f"must have columns, because some were named; it is a {type(item).__name__}"
+            )
         if isinstance(item, str):
             if not item:
                 raise ReferenceSetError("is empty")
             return cls(text=item)
-        if is_chat(item):
-            messages: tuple[Any, ...] = tuple(item)
-            if messages[-1]["role"] == "assistant":
-                raise ReferenceSetError("ends with an answer already and needs no label")
-            return cls(messages=messages)
-        raise ReferenceSetError(f"must be a text or chat messages; got {type(item).__name__}")
+        messages = read_turns(item)
+        if messages is None:
+            raise ReferenceSetError(f"must be a text or chat messages; got {type(item).__name__}")
+        if messages[-1]["role"] == "assistant":
+            raise ReferenceSetError("ends with an answer already and needs no label")
+        return cls(messages=messages)
 
     @classmethod
-    def _from_mapping(cls, item: Mapping[str, Any]) -> Prompt:
-        if "completion" in item:
-            raise ReferenceSetError("has a completion already and needs no label")
-        for name in ("messages", "prompt"):
-            if name in item:
-                return cls.of(item[name])
-        if "text" in item:
+    def _from_mapping(cls, row: Mapping[str, Any], item: Mapping[str, Any]) -> Prompt:
+        answered = next((name for name in _ANSWERS if name in row), None)
+        if answered is not None:
+            raise ReferenceSetError(f"has its {answered!r} already and needs no label")
+        for name in ("messages", "conversations", "prompt"):
+            if name in row:
+                return cls.of(row[name])
+        if isinstance(row.get("question"), str):
+            return cls(text=cloze(row["question"]))
+        given = row.get("input", "")
+        if isinstance(row.get("instruction"), str) and isinstance(given, str):
+            return cls(text=ask_instruction(row["instruction"], given))
+        if "text" in row:
             raise ReferenceSetError(
-                'has "text", which needs no label: build a memory of it, or rename it to "prompt"'
+                'has "text", which needs no label: build a memory of it, or name it as the column '
+                "of prompts with --column prompt=text"
             )
-        fields = ", ".join(map(repr, item))
-        raise ReferenceSetError(f'needs "prompt" or "messages"; has {fields or "nothing"}')
+        raise ReferenceSetError(
+            f"needs one of messages, conversations, prompt, question and instruction; has "
+            f"{describe(item)}. Say which column is which with --column prompt=NAME, in Python "
+            f'columns={{"prompt": "NAME"}}'
+        )
 
     def as_chat(self) -> Prompt:
         """Return a text as a message of a user, and a conversation unchanged."""
@@ -89,42 +117,30 @@ class Prompt:
 PromptLike: TypeAlias = Prompt | str | Mapping[str, Any] | Sequence[Any]
 
 
-def load_prompts(source: str | Path | Iterable[PromptLike]) -> list[Prompt]:
-    """Load prompts from a .jsonl or .jsonl.gz file, a .txt file with one per line, or an iterable.
+def load_prompts(source: Examples, columns: Mapping[str, str] | None = None) -> list[Prompt]:
+    """Load prompts from all that `load_examples` takes; a text file has one on each line.
+
+    Args:
+        source: A name, or what holds the prompts.
+        columns: The column that each field is in, for example {"prompt": "body"}.
 
     Raises:
-        ReferenceSetError: The file cannot be read or is empty, or an item is not a prompt.
+        ReferenceSetError: They cannot be read, or an item is not a prompt.
     """
-    if isinstance(source, str | Path):
-        prompts = list(_read_file(Path(source)))
-        if not prompts:
-            raise ReferenceSetError(f"{str(source)!r} is empty.")
-        return prompts
+    return read_prompts(Source(source, noun="Prompt", default_split="\n"), columns)
+
+
+def read_prompts(source: Source, columns: Mapping[str, str] | None = None) -> list[Prompt]:
+    """Read all items of `source` as prompts.
+
+    Raises:
+        ReferenceSetError: They cannot be read, or an item is not a prompt.
+    """
+    check_columns(columns or {}, _FIELDS)
     prompts = []
-    for number, item in enumerate(source):
+    for place, value in source.items():
         try:
-            prompts.append(Prompt.of(item))
+            prompts.append(Prompt.of(value, columns))
         except ReferenceSetError as error:
-            raise ReferenceSetError(f"Prompt {number} {error}.") from None
+            raise ReferenceSetError(f"{place}: {error}.") from None
     return prompts
-
-
-def _read_file(path: Path) -> Iterator[Prompt]:
-    if not path.is_file():
-        raise ReferenceSetError(f"There is no file {str(path)!r}.")
-    if ".jsonl" not in path.suffixes and path.suffix != ".txt":
-        raise ReferenceSetError(
-            f"Unknown file type {path.suffix!r} of {str(path)!r}. Use .jsonl or .jsonl.gz (one "
-            f'JSON object per line with "prompt" or "messages"), or .txt (one prompt per line).'
-        )
-    for number, line in read_lines(path, ReferenceSetError):
-        yield _parse_line(path, number, line)
-
-
-def _parse_line(path: Path, number: int, line: str) -> Prompt:
-    try:
-        return Prompt.of(line.rstrip("\r\n") if path.suffix == ".txt" else json.loads(line))
-    except json.JSONDecodeError as error:
-        raise ReferenceSetError(f"{path}, line {number}: not JSON ({error.msg}).") from None
-    except ReferenceSetError as error:
-        raise ReferenceSetError(f"{path}, line {number}: {error}.") from None

@@ -159,7 +159,7 @@ FORMS: Final = (
     Form(("question", "answer"), _read_question),
     Form(("text",), _read_text),
 )
-_FIELDS: Final = tuple(dict.fromkeys(name for each in FORMS for name in (*each.needs, *each.may)))
+FIELDS: Final = tuple(dict.fromkeys(name for each in FORMS for name in (*each.needs, *each.may)))
 KNOWN: Final = "; ".join(
     f"{', '.join(each.needs[:-1])} and {each.needs[-1]}" if each.needs[1:] else each.needs[0]
     for each in FORMS
@@ -208,19 +208,19 @@ def describe(row: Row) -> str:
     return found or "nothing"
 
 
-def check_columns(columns: Mapping[str, str]) -> None:
-    """Refuse names of fields that no form has.
+def check_columns(columns: Mapping[str, str], fields: Sequence[str] = FIELDS) -> None:
+    """Refuse names that are no fields.
 
     Raises:
         ReferenceSetError: There is one.
     """
     for name in columns:
-        if name not in _FIELDS:
-            close = get_close_matches(name, _FIELDS, n=1)
+        if name not in fields:
+            close = get_close_matches(name, fields, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise ReferenceSetError(
-                f"No form of examples has a field {name!r}.{hint} Known: {', '.join(_FIELDS)}. "
-                f"A column is named as FIELD=COLUMN, for example text=body."
+                f"There is no field {name!r}.{hint} Known: {', '.join(fields)}. A column is named "
+                f"as FIELD=COLUMN, for example {fields[-1]}=body."
             )
 
 
