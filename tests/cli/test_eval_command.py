@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from helpers.commands import assert_refused, run_cli
+from helpers.html_page import assert_self_contained
 from helpers.quiz import make_questions
 
 
@@ -133,8 +134,8 @@ def test_report_writes_a_page_without_links(runs: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     assert run_cli("report", runs, "-o", page).exit_code == 0
     text = page.read_text(encoding="utf8")
-    assert "<svg" in text
-    assert "src=" not in text
+    assert "<title>kNN-MoE: tiny-olmoe on quiz</title>" in text
+    assert_self_contained(text)
 
 
 @pytest.mark.slow

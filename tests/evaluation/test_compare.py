@@ -94,14 +94,6 @@ def test_a_single_window_of_text_has_the_widest_interval() -> None:
     assert (line.score.mean, line.score.low, line.score.high) == (0.3, 0.0, 1.0)
 
 
-def test_the_page_of_runs_needs_no_network() -> None:
-    runs = [make_run("zero-shot", [0.0, 1.0] * 20), make_run("knn", [1.0] * 40)]
-    page = render_runs(runs, "zero-shot", resamples=200)
-    assert page.count("<svg") >= 3
-    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
-    assert "50.0" in page
-
-
 def change_of(*runs: Run) -> Any:
     """Return the change of the second run against the first."""
     return compare_runs(runs, runs[0].method, resamples=500)[1].change
@@ -208,7 +200,7 @@ def test_one_bad_baseline_spoils_the_average() -> None:
 def test_the_page_says_what_is_not_judged() -> None:
     runs = [generated_run("zero-shot", 0, 60), generated_run("knn", 18, 5)]
     page = " ".join(render_runs(runs, "zero-shot", resamples=200).split())
-    assert '<td class="change not">' in page
+    assert 'class="change not">' in page
     assert 'class="change better"' not in page
     for text in ("Chance", "Unparsed", "25.0", "100.0", "8.3"):
         assert text in page

@@ -51,4 +51,6 @@ def assert_self_contained(html: str) -> None:
     # Libraries and licences name pages that nobody loads.
     own = re.sub(r'<script[^>]* class="(?:library|licences)">.*?</script>', "", html, flags=re.S)
     assert not re.search(r"https?://|url\(|@import|<link|<iframe|<img", own)
-    assert not any({"src", "href", "srcset"} & attrs.keys() for _, attrs in page.tags)
+    assert not any({"src", "srcset"} & attrs.keys() for _, attrs in page.tags)
+    links = [attrs["href"] or "" for _, attrs in page.tags if "href" in attrs]
+    assert all(link.startswith(("data:text/csv", "#")) for link in links)

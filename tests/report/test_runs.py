@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
 import re
 from itertools import pairwise
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
@@ -21,7 +24,6 @@ from knn_moe.tasks.sample import Sample
 METHODS = ("zero-shot", "knn-paper", "knn-calibrated", "knn-shuffled")
 LOSSES = (3.412, 3.401, 3.186, 3.656)
 BAD = "</script><script>alert(1)</script><!-- <b onclick='x'>&amp;\u2028\ud800"
-SPACE = "\N{NARROW NO-BREAK SPACE}"
 
 
 def make_run(method: str, loss: float, task: str = "demo", **facts: Any) -> Run:
@@ -77,19 +79,45 @@ def make_case(layer: int, text: str) -> LayerEffect:
     return make_effect(layer, **texts, experts_in={1: 0.25}, experts_out={2: -0.25})
 
 
-def test_the_page_is_whole_and_has_a_bar_for_each_value() -> None:
+def data_of(page: Page, name: str) -> Any:
+    """The JSON of a page's script with this id or class."""
+    scripts = [attrs for tag, attrs in page.tags if tag == "script"]
+    place = next(n for n, one in enumerate(scripts) if name in (one.get("id"), one.get("class")))
+    return json.loads(page.scripts[place], parse_constant=pytest.fail)
+
+
+def test_the_page_is_whole_and_has_a_point_for_each_value() -> None:
     html = render_runs(make_runs(), "zero-shot", 100)
     assert_self_contained(html)
     page = Page(html)
-    legends, scores, changes, losses, by_layer, terciles = 3 * 4, 4, 3, 3, 2 * 2 * 3, 3 * 3
-    count = legends + scores + changes + losses + by_layer + terciles
-    assert len(page.with_class("bar")) == count
+    figures = data_of(page, "figures")
+    points = [len(group["rows"]) for one in figures for group in one.get("groups", ())]
+    assert points == [4, 3, 3, 3, 3, 3]  # scores, changes, those of losses, and of each third
+    lines = [line["points"] for one in figures for line in one.get("lines", ())]
+    assert [len(one) for one in lines] == [2] * 6
+    assert len([attrs for _, attrs in page.tags if "data-figure" in attrs]) == len(figures) == 6
     headings = [int(tag[1]) for tag, _ in page.tags if re.fullmatch(r"h\d", tag)]
     assert headings[0] == 1
     assert headings.count(1) == 1
     assert all(later <= sooner + 1 for sooner, later in pairwise(headings))
-    coordinates = re.findall(r' (?:x|y|x1|x2|y1|y2|width|height)="([^"]*)"', html)
-    assert all(math.isfinite(float(value)) for value in coordinates)
+
+
+def test_a_point_lies_where_the_table_says() -> None:
+    page = Page(render_runs(make_runs(), "zero-shot", 100))
+    (results, *_) = tables_of(page)
+    score = data_of(page, "figures")[0]["groups"][0]["rows"][1]
+    row = results[1]
+    assert score["method"] == row["method"] == "knn-paper"
+    assert score["value"] == pytest.approx(100 * float(row["score"]), abs=1e-5)
+    assert score["low"] == pytest.approx(100 * float(row["score_low"]), abs=1e-5)
+    assert score["label"] == f"{100 * float(row['score']):.1f}"
+
+
+def tables_of(page: Page) -> list[list[dict[str, str]]]:
+    """The rows of each CSV file that the page offers."""
+    links = [attrs["href"] or "" for tag, attrs in page.tags if tag == "a"]
+    files = [unquote(link.partition(",")[2]) for link in links]
+    return [list(csv.DictReader(io.StringIO(text))) for text in files]
 
 
 def test_the_table_says_what_was_measured() -> None:
@@ -99,18 +127,21 @@ def test_the_table_says_what_was_measured() -> None:
     for run in runs:
         mean = sum(sample.nll or 0.0 for sample in run.samples) / 10
         assert f"{math.exp(mean):.2f} {mean:.3f}" in text
-    verdicts = re.findall(r'<td class="change (\w+)">', html)
+    results = html[: html.index("</table>")]
+    verdicts = re.findall(r'class="change (\w+)">', results)
     assert verdicts == ["better", "better", "better", "better", "worse", "worse"]
-    assert f"<td>0.20</td><td>40.0{SPACE}%</td>" in html  # mean λ, rerouted of knn-calibrated
+    assert "0.20 40.0 %" in text  # mean λ, rerouted of knn-calibrated
     assert "Every change is against zero-shot" in text
     assert "Holm" not in text
 
 
 def test_several_tasks_are_corrected_for_their_number() -> None:
     runs = make_runs() + make_runs(task="other", note="Half of it.")
-    text = " ".join(Page(render_runs(runs, "zero-shot", 100)).text.split())
+    page = Page(render_runs(runs, "zero-shot", 100))
+    text = " ".join(page.text.split())
     assert "2 tasks were tested: by chance alone, one in twenty" in text
-    assert "other: Mean confidence (λ) by layer" in text
+    captions = [figure["caption"] for figure in data_of(page, "figures")]
+    assert "other: Mean confidence (λ) by layer" in captions
     assert "Some text: Half of it." in text
 
 
@@ -118,10 +149,10 @@ def test_parts_without_numbers_are_left_out() -> None:
     questions = make_run("zero-shot", 2.0, scoring="likelihood")
     page = Page(render_runs([questions], "zero-shot", 100))
     headings = [attrs["id"] for tag, attrs in page.tags if tag == "h2"]
-    assert headings == ["results", "charts", "runs"]
+    assert headings == ["results", "charts", "samples", "runs"]
     assert not re.search("Perplexity|Mean λ|pts,", page.text)
     assert "tiny-olmoe on demo" in page.text
-    assert "Zero-shot alone." in page.text
+    assert "The method zero-shot, compared with no other." in page.text
 
 
 def test_an_introduction_has_a_title_text_and_passages() -> None:
@@ -148,7 +179,9 @@ def test_hostile_text_stays_text() -> None:
     html = render_runs(make_runs(**facts), "zero-shot", 100, introduction)
     page = Page(html)
     assert page.open == []
-    assert len(page.scripts) == 2
+    assert (
+        len(page.scripts) == 7
+    )  # passages, questions, figures; licences, Plot, charts; the page's
     assert "<!--" not in html
     assert not any(tag == "b" and attrs for tag, attrs in page.tags)
     panel = json.loads(page.scripts[0])[1]

@@ -53,10 +53,15 @@ POINTS: Final = Unit(digits=1, scale=100, suffix="pts", signed=True)
 
 def format_perplexity(loss: float | None) -> str:
     """Return e to the mean loss per token, or a dash where there is no loss."""
+    value = perplexity(loss)
+    return f"{value:.1e}" if value is not None and 1e7 <= value < math.inf else PLAIN.format(value)
+
+
+def perplexity(loss: float | None) -> float | None:
+    """Return e to the mean loss per token, infinity where that is too large a number."""
     if loss is None:
-        return NONE
-    value = math.exp(loss) if loss < 700 else loss * math.inf
-    return f"{value:.1e}" if 1e7 <= value < math.inf else PLAIN.format(value)
+        return None
+    return math.exp(loss) if loss < 700 else loss * math.inf
 
 
 def format_probability(loss: float) -> str:
