@@ -9,12 +9,13 @@ models.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from typing import Any, Final, TypeAlias
 
 from knn_moe.errors import RunError
+from knn_moe.evaluation.comparison_table import comparison_table
 from knn_moe.evaluation.store import Run
 from knn_moe.support.statistics import (
     Accuracy,
@@ -65,7 +66,21 @@ class Line:
         return asdict(self)
 
 
-def compare_runs(runs: Sequence[Run], against: str, resamples: int = 10_000) -> list[Line]:
+class ComparedRuns(list[Line]):
+    """The lines of a comparison, which a notebook and `print` show as a table."""
+
+    def __init__(self, lines: Iterable[Line], against: str) -> None:
+        super().__init__(lines)
+        self.against = against
+
+    def __str__(self) -> str:
+        return comparison_table(self, self.against, explain_doubts(self)).to_text()
+
+    def _repr_html_(self) -> str:
+        return comparison_table(self, self.against, explain_doubts(self)).to_html()
+
+
+def compare_runs(runs: Sequence[Run], against: str, resamples: int = 10_000) -> ComparedRuns:
     """Compare runs with a baseline.
 
     Args:
@@ -74,7 +89,8 @@ def compare_runs(runs: Sequence[Run], against: str, resamples: int = 10_000) -> 
         resamples: Bootstrap resamples.
 
     Returns:
-        A line for each run, task by task, then the averages over all questions of all tasks.
+        A line for each run, task by task, then the averages over all questions of all tasks: a
+        list, which a notebook and `print` show as a table.
 
     Raises:
         RunError: The baseline is missing, or two runs cannot be compared.
@@ -94,7 +110,8 @@ def compare_runs(runs: Sequence[Run], against: str, resamples: int = 10_000) -> 
         base = by_method.get(against)
         ordered = sorted(by_method.values(), key=lambda run: run.method != against)
         lines += [_compare(run, base, resamples) for run in ordered]
-    return [*_adjust_p_values(lines, against), *_average(by_task, against, resamples)]
+    averages = _average(by_task, against, resamples)
+    return ComparedRuns([*_adjust_p_values(lines, against), *averages], against)
 
 
 def _compare(run: Run, base: Run | None, resamples: int) -> Line:

@@ -30,8 +30,9 @@ from knn_moe.inference.arguments import (
 from knn_moe.inference.forward_pass import ForwardPass
 from knn_moe.inference.hidden_states import check_tokens, has_hidden_state_hook
 from knn_moe.inference.history import TokenHistory
-from knn_moe.inference.hooks import HookStack, LayerStats, RecallHook, Selection
+from knn_moe.inference.hooks import HookStack, RecallHook, Selection
 from knn_moe.inference.language_head import HeadHooks, make_head
+from knn_moe.inference.stats import RoutingStats
 from knn_moe.memory.memory import RoutingMemory
 from knn_moe.recall.layer import LayerRecall, RouterCall, layer_gamma
 from knn_moe.recall.neighbours import Widths
@@ -339,9 +340,9 @@ class InUse:
     hooks: Sequence[RecallHook]
     handle: Handle
 
-    def stats(self) -> dict[int, LayerStats]:
+    def stats(self) -> RoutingStats:
         """Return the stats by layer."""
-        return {hook.router.layer: hook.stats() for hook in self.hooks}
+        return RoutingStats({hook.router.layer: hook.stats() for hook in self.hooks})
 
     def observed(self, observer: Callable[[RouterCall], None]) -> AbstractContextManager[None]:
         """As of the handle."""
@@ -392,9 +393,12 @@ class Routing(Handle):
     def recall_hooks(self) -> list[RecallHook]:
         return self._hooks
 
-    def stats(self) -> dict[int, LayerStats]:
-        """Return calls, tokens, mean λ and the share of tokens whose experts changed, by layer."""
-        return {hook.router.layer: hook.stats() for hook in self._hooks}
+    def stats(self) -> RoutingStats:
+        """Return calls, tokens, mean λ and the share of tokens whose experts changed, by layer.
+
+        A mapping from layers to their numbers, which a notebook and `print` show as a table.
+        """
+        return RoutingStats({hook.router.layer: hook.stats() for hook in self._hooks})
 
     def explain(
         self,

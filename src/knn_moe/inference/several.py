@@ -43,8 +43,9 @@ from knn_moe.inference.attach import (
     routers_for,
 )
 from knn_moe.inference.forward_pass import ForwardPass, Rows
-from knn_moe.inference.hooks import HookStack, LayerStats, RecallHook, Selection
+from knn_moe.inference.hooks import HookStack, RecallHook, Selection
 from knn_moe.inference.language_head import Head, HeadHooks, make_head
+from knn_moe.inference.stats import RoutingStats, StatsByMemory
 from knn_moe.memory.memory import RoutingMemory
 from knn_moe.routers.find import find_routers
 from knn_moe.support.registry import unknown_name
@@ -218,12 +219,14 @@ class Memories(Handle):
             sequences = read_sequences(input_ids, attention_mask, tokenizer)
             return self._explain(used, sequences, tokenizer, last)
 
-    def stats(self) -> dict[str, dict[int, LayerStats]]:
+    def stats(self) -> StatsByMemory:
         """Return the stats of each memory by layer, over the rows that used it."""
-        return {
-            name: {hook.router.layer: hook.stats() for hook in hooks}
-            for name, hooks in self._hooks.items()
-        }
+        return StatsByMemory(
+            {
+                name: RoutingStats({hook.router.layer: hook.stats() for hook in hooks})
+                for name, hooks in self._hooks.items()
+            }
+        )
 
     def __repr__(self) -> str:
         state = "attached" if self._attached else "detached"

@@ -33,6 +33,7 @@ from knn_moe.memory.merging import (
     refuse_one_memory_twice,
 )
 from knn_moe.memory.reader import read_folder
+from knn_moe.memory.summary import summary_table
 from knn_moe.memory.writer import MemoryWriter, write_layers
 from knn_moe.reference.provenance import Provenance, check_droppable, concatenate, owners
 from knn_moe.reference.windows import ReferenceTokens, Span
@@ -64,6 +65,10 @@ class RoutingMemory:
             f"RoutingMemory({len(self):,} cases from {self.provenance.num_examples:,} examples × "
             f"{len(self.layers)} layers{', compressed' * self.compressed}, for {self.base_model})"
         )
+
+    def _repr_html_(self) -> str:
+        """The most important facts, where a notebook shows a memory."""
+        return summary_table(self).to_html()
 
     @property
     def base_model(self) -> ModelIdentity:

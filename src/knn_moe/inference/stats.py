@@ -1,0 +1,60 @@
+"""What attached memories have done, by layer, and how a notebook and `print` show it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from knn_moe.inference.hooks import LayerStats
+from knn_moe.support.summary_table import SummaryTable
+
+_COLUMNS: Final = ("layer", "calls", "tokens", "mean λ", "rerouted")
+
+
+class RoutingStats(dict[int, LayerStats]):
+    """The stats of one memory by layer."""
+
+    def __str__(self) -> str:
+        return self._table().to_text()
+
+    def _repr_html_(self) -> str:
+        return self._table().to_html()
+
+    def _table(self) -> SummaryTable:
+        return SummaryTable(
+            title="What the memory did since it was attached",
+            columns=_COLUMNS,
+            rows=stats_rows(self),
+            texts=0,
+        )
+
+
+class StatsByMemory(dict[str, RoutingStats]):
+    """The stats of several memories, by name and layer."""
+
+    def __str__(self) -> str:
+        return self._table().to_text()
+
+    def _repr_html_(self) -> str:
+        return self._table().to_html()
+
+    def _table(self) -> SummaryTable:
+        return SummaryTable(
+            title="What the memories did since they were attached",
+            columns=("memory", *_COLUMNS),
+            rows=[(name, *row) for name, stats in self.items() for row in stats_rows(stats)],
+        )
+
+
+def stats_rows(stats: RoutingStats) -> list[Sequence[str]]:
+    """Return a row for each layer."""
+    return [
+        (
+            str(layer),
+            f"{one.calls:,}",
+            f"{one.tokens:,}",
+            f"{one.mean_confidence:.2f}",
+            "-" if one.changed is None else f"{one.changed:.0%}",
+        )
+        for layer, one in stats.items()
+    ]

@@ -1,0 +1,33 @@
+"""How a notebook and print show a comparison."""
+
+from __future__ import annotations
+
+from helpers.made_runs import generated_run, make_run
+from knn_moe.evaluation.compare import compare_runs
+
+
+def test_a_comparison_is_a_list_and_a_table() -> None:
+    base = make_run("zero-shot", [0.0, 1.0] * 50)
+    better = make_run("<knn>", [0.0, 1.0, 1.0, 1.0] * 25)
+    lines = compare_runs([better, base], "zero-shot", resamples=500)
+    assert len(lines) == 2
+    assert lines[1].method == "<knn>"
+    title, head, alone, knn, *notes = str(lines).splitlines()
+    assert "against zero-shot" in title
+    assert head.split()[:4] == ["task", "method", "items", "score"]
+    assert "50.0\N{NARROW NO-BREAK SPACE}%" in alone
+    assert "+25.0" in knn
+    assert "p\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}" in knn
+    assert notes == []
+    html = lines._repr_html_()
+    assert "&lt;knn&gt;" in html
+    assert "<knn>" not in html
+    assert html.count("<tr>") == 3
+
+
+def test_a_change_that_is_not_judged_has_no_p_and_a_note() -> None:
+    runs = [generated_run("zero-shot", 0, 60), generated_run("knn", 40, 0)]
+    shown = str(compare_runs(runs, "zero-shot", resamples=200))
+    assert "not judged" in shown.splitlines()[3]
+    assert "p\N{NO-BREAK SPACE}" not in shown.splitlines()[3].split("not judged")[0]
+    assert "zero-shot gave no answer in 60 of 60 outputs" in shown.splitlines()[-1]
