@@ -7,13 +7,14 @@ import io
 import json
 import math
 import re
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 from urllib.parse import unquote
 
 import pytest
 
-from helpers.explained import make_effect
+from helpers.explained import make_effect, make_prediction
 from helpers.html_page import Page, assert_self_contained
 from knn_moe.evaluation.store import Run
 from knn_moe.explain.explanation import ExplainedToken, LayerEffect
@@ -71,7 +72,9 @@ def make_passage(texts: tuple[str, ...] = ("The", " with", " statement", "\n")) 
         ExplainedToken(place, text, tuple(make_case(layer, text) for layer in range(2)))
         for place, text in enumerate(texts)
     )
-    return Passage("A passage", tokens, tuple((2.0, 1.0) for _ in texts[1:]))
+    expected = make_prediction("x", math.exp(-2), math.exp(-1))
+    known = [replace(token, following=expected) for token in tokens[:-1]]
+    return Passage("A passage", (*known, tokens[-1]))
 
 
 def make_case(layer: int, text: str) -> LayerEffect:
@@ -165,12 +168,12 @@ def test_an_introduction_has_a_title_text_and_passages() -> None:
     assert [attrs["class"] for attrs in page.with_class("t")][-4:] == [
         "t", "t up-3", "t up-3", "t up-3 newline",
     ]  # fmt: skip
-    panels = json.loads(page.scripts[0])
-    assert [panel["text"] for panel in panels] == [token.text for token in passage.tokens]
-    assert panels[0] == {"text": "The", "cases": []}
-    assert panels[1]["change"] == "2.7 times likelier"
-    case = panels[2]["cases"][1]
-    assert (case["layer"], case["token"], case["in"]) == (1, " with", ["1 (+0.25)"])
+    data = json.loads(page.scripts[0])
+    assert data["places"][0] is None
+    assert data["places"][1]["said"] == "2.7 times likelier"
+    *_, entered, left, cases = data["places"][2]["layers"][1]
+    assert (entered, left) == ([[1, "+0.25"]], [[2, "\N{MINUS SIGN}0.25"]])
+    assert data["texts"][cases[0]] == [" with", " with", " with", 0]
 
 
 def test_hostile_text_stays_text() -> None:
@@ -184,16 +187,16 @@ def test_hostile_text_stays_text() -> None:
     )  # passages, questions, figures; licences, Plot, charts; the page's
     assert "<!--" not in html
     assert not any(tag == "b" and attrs for tag, attrs in page.tags)
-    panel = json.loads(page.scripts[0])[1]
-    assert panel["text"] == BAD
-    assert [panel["cases"][0][part] for part in ("before", "token", "after")] == [BAD] * 3
+    assert json.loads(page.scripts[0])["texts"] == [[BAD, BAD, BAD, 0]]
     assert "alert(1)" in page.text
 
 
 @pytest.mark.parametrize(("loss", "shown"), [(math.inf, "infinite"), (math.nan, "not a number")])
 def test_what_is_not_a_number_is_said_in_words(loss: float, shown: str) -> None:
     token = ExplainedToken(0, "x", (make_case(0, "x"),))
-    passage = Passage("broken", (token, token), ((loss, loss),))
+    share = math.exp(-loss)
+    token = replace(token, following=make_prediction("x", share, share))
+    passage = Passage("broken", (token, token))
     introduction = Introduction("Broken", (), (passage,))
     html = render_runs([make_run("zero-shot", 2.0)], "zero-shot", 100, introduction)
     page = Page(html)

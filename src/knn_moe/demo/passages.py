@@ -14,7 +14,6 @@ from knn_moe.evaluation.store import Run
 from knn_moe.inference.attach import attach
 from knn_moe.memory.memory import RoutingMemory
 from knn_moe.report.passages import Passage
-from knn_moe.tasks.likelihood import token_losses
 from knn_moe.tasks.questions import Question
 
 
@@ -39,11 +38,6 @@ def pick_passages(
         "The passage that gained least": order[-1],
     }
     ids = torch.tensor([window.ids for window in chosen.values()])
-    without = token_losses(model, ids, batch_size=1).nll
     with attach(model, memory) as routing:
-        with_memory = token_losses(model, ids, batch_size=1).nll
         explained = routing.explain(ids, tokenizer=tokenizer).sequences
-    return tuple(
-        Passage(title, tokens, tuple(zip(one.tolist(), two.tolist(), strict=True)))
-        for title, tokens, one, two in zip(chosen, explained, without, with_memory, strict=True)
-    )
+    return tuple(Passage(title, tokens) for title, tokens in zip(chosen, explained, strict=True))

@@ -72,9 +72,11 @@ class Describer:
         return tuple(ranked), found[rows[0][0]] if known else None
 
     def _describe_next(self, ids: Sequence[int], token: int) -> str:
-        """Return the characters that `token` would complete after `ids`: "" if none."""
-        pieces = self.describe_tokens([*ids[-_CONTEXT:], token])
-        return pieces[-1].rstrip(_TORN)
+        """Return the characters that `token` would complete after `ids`: "" if none.
+
+        It may also break off a character that `ids` began.
+        """
+        return self.describe_tokens([*ids[-_CONTEXT:], token])[-1].strip(_TORN)
 
     def describe_layer(
         self, layer: int, found: LayerTrace, alone: Tensor, first: int

@@ -119,7 +119,9 @@ def _wrap(head: str, parts: Sequence[str], width: int) -> Iterator[str]:
 
 def _share(probability: float) -> str:
     percent = 100 * probability
-    return f"{percent:.1f}%" if percent < 9.95 else f"{percent:.0f}%"
+    if percent < 0.005:
+        return "<0.01%"
+    return f"{percent:.{0 if percent >= 9.95 else 1 if percent >= 0.095 else 2}f}%"
 
 
 def _cell(text: str, width: int = 0) -> str:

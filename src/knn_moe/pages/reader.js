@@ -1,10 +1,15 @@
-// The panel beside the passages. Data reaches the page as text nodes only, never as markup.
+// The heat maps of texts and the panel beside them. Data reaches the page as text nodes only, never as
+// markup. What the data holds is written in explain/reader.py.
 (() => {
   const panel = document.getElementById("panel");
   if (!panel) return;
   const narrow = matchMedia("(max-width: 899px)");
-  let shown = null;
+  const CELL = 6; // pixels across, at least
+  const passages = [...document.querySelectorAll(".passage")].map(read);
+  let shown = null; // { passage, place }
   let kept = false;
+  let layer = null; // the place among the layers of the one that was chosen; null: the most confident
+  let what = "confidence";
 
   function make(tag, className, ...children) {
     const node = document.createElement(tag);
@@ -15,71 +20,176 @@
 
   // Blank tokens would be invisible: spaces, tabs and new lines get a sign.
   function visible(text) {
+    if (!text) return "·";
     const lines = text.replace(/\r?\n/g, "↵");
-    if (text.trim()) return lines;
-    return lines.replace(/ /g, "␣").replace(/\t/g, "⇥") || "(empty)";
+    return text.trim() ? lines : lines.replace(/ /g, "␣").replace(/\t/g, "⇥");
   }
 
+  function read(article) {
+    const data = JSON.parse(article.querySelector("script").textContent);
+    const tokens = [...article.querySelectorAll(".text .t")];
+    return { article, data, tokens, texts: tokens.map((token) => token.textContent) };
+  }
+
+  function name(passage, place) {
+    return passage.tokens[place].classList.contains("next") ? "What may come next" : visible(passage.texts[place]);
+  }
+
+  /* The panel */
+
   function chance(data) {
-    const rows = [["alone", data.before, data.bars[0]], ["with memory", data.after, data.bars[1]]];
+    const rows = [["alone", data.alone, data.bars[0]], ["with memory", data.memory, data.bars[1]]];
     const list = make("dl", "chance");
-    for (const [name, words, share] of rows) {
+    for (const [label, words, share] of rows) {
       const bar = make("i", "");
       bar.style.width = `${Math.max(share * 100, 0.5)}%`;
-      list.append(make("dt", "", name), make("dd", "", make("span", "track", bar), words));
+      list.append(make("dt", "", label), make("dd", "", make("span", "track", bar), words));
     }
     return list;
   }
 
-  function experts(sign, name, numbers) {
-    if (!numbers.length) return "";
-    const word = numbers.length === 1 ? "expert" : "experts";
-    return make("span", name, `${sign} ${word} ${numbers.join(", ")}`);
+  function expected(runs) {
+    const columns = ["alone", "with memory"].map((label, run) => {
+      const items = runs[run].map(([text, words, came]) => {
+        const shownText = text ? visible(text) : "part of a character";
+        return make("li", came ? "came" : "", make("span", text ? "word" : "", shownText), " ", make("span", "", words));
+      });
+      return make("div", "", make("h5", "", label), make("ol", "", ...items));
+    });
+    return make("div", "expected", ...columns);
   }
 
-  function recalled(one) {
-    const swap = make("p", "swap", experts("+", "in", one.in), " ", experts("−", "out", one.out));
-    if (!one.in.length && !one.out.length) swap.textContent = "same experts as without";
-    return make("li", "",
-      make("p", "facts", make("b", "", `Layer ${one.layer}`), ` λ ${one.confidence}, distance ${one.distance}`),
-      make("p", "case", one.before && "… ", one.before, make("mark", "", visible(one.token)), make("ins", "", visible(one.after))),
-      swap);
+  function experts(label, numbers, marked) {
+    const line = make("p", "experts", make("span", "", label), " ");
+    numbers.forEach((number, i) => line.append(i ? ", " : "", make(marked.has(number) ? "b" : "span", "", number)));
+    return line;
   }
 
-  function fill(data, heading) {
+  function moved(sign, kind, list) {
+    if (!list.length) return "";
+    return make("span", kind, `${sign} ${list.map(([expert, change]) => `${expert} (${change})`).join(", ")} `);
+  }
+
+  function recalledCase(texts, text, weight, distance) {
+    const [before, token, after, example] = texts[text];
+    const bar = make("i", "");
+    bar.style.width = `${Math.max(weight / 100, 0.5)}%`;
+    const share = weight >= 995 ? (weight / 100).toFixed(0) : (weight / 100).toFixed(1);
+    const item = make("li", "",
+      make("p", "facts", make("b", "", `${share} %`), make("span", "track", bar), `distance ${(distance / 100).toFixed(2)}, example ${example}`),
+      make("p", "case", before && "… ", before.replace(/\s*\n\s*/g, " ↵ "), make("mark", "", visible(token)), after && make("ins", "", visible(after))));
+    item.dataset.weight = weight;
+    return item;
+  }
+
+  function layerOf(passage, number, row, opened) {
+    const [confidence, used, alone, entered, left, cases] = row;
+    const lambda = (confidence / 1000).toFixed(2);
+    const swap = make("span", "swap", moved("+", "in", entered), moved("−", "out", left));
+    const head = make("summary", "", make("b", "", `Layer ${passage.data.layers[number]}`), ` λ ${lambda} `, swap);
+    const details = make("details", "layer", head);
+    details.open = opened;
+    const build = () => {
+      if (details.childElementCount > 1) return;
+      const list = make("ol", "cases");
+      for (let i = 0; i < cases.length; i += 3) list.append(recalledCase(passage.data.texts, cases[i], cases[i + 1], cases[i + 2]));
+      const count = cases.length / 3;
+      details.append(
+        experts("experts alone", alone, new Set(alone.filter((one) => !used.includes(one)))),
+        experts("with memory", used, new Set(used.filter((one) => !alone.includes(one)))),
+        count ? make("p", "count", count === 1 ? "1 case" : `${count} cases, the nearest first`) : make("p", "count", "no case was found"),
+        list);
+    };
+    if (opened) build();
+    details.addEventListener("toggle", () => {
+      if (details.open) build();
+    });
+    // Clicked, not opened by the script: the layer stays chosen for other tokens.
+    head.addEventListener("click", () => { if (!details.open) { layer = number; mark(); } });
+    return details;
+  }
+
+  function fill(passage, place) {
+    const data = passage.data.places[place];
     const close = make("button", "close", "Close");
     close.type = "button";
     close.addEventListener("click", hide);
-    const parts = [make("div", "top", make("p", "token", visible(data.text)), close)];
-    parts.push(make("p", "said", data.change || "The first token: nothing predicts it."));
-    if (data.bars) parts.push(chance(data));
-    if (data.cases.length) {
-      parts.push(make("h4", "", heading));
-      parts.push(make("ol", "cases", ...data.cases.map(recalled)));
+    const next = passage.tokens[place].classList.contains("next");
+    const parts = [make("div", "top", make("p", next ? "token words" : "token", name(passage, place)), close)];
+    if (!data) {
+      parts.push(make("p", "said", "The first token: what it was predicted from is not shown."));
+    } else {
+      if (data.said) parts.push(make("p", "said", data.said), chance(data));
+      if (data.expected) parts.push(make("h4", "", "Expected after ", make("span", "quoted", name(passage, place - 1))), expected(data.expected));
+      if (data.layers.length) {
+        const opened = chosenLayer(data);
+        parts.push(make("h4", "", "Recalled at ", make("span", "quoted", name(passage, place - 1))));
+        parts.push(...data.layers.map((row, number) => layerOf(passage, number, row, number === opened)));
+      }
     }
     panel.replaceChildren(...parts);
     panel.scrollTop = 0;
     panel.hidden = false;
   }
 
-  function show(token, data, heading) {
-    if (shown === token && !panel.hidden) return;
-    if (shown) shown.classList.remove("shown", "kept");
-    shown = token;
-    token.classList.add("shown");
-    fill(data, heading);
+  function chosenLayer(data) {
+    if (layer !== null && layer < data.layers.length) return layer;
+    const all = data.layers.map((row) => row[0]);
+    return all.indexOf(Math.max(...all));
   }
 
-  function keep(token, data, heading) {
-    const same = kept && shown === token;
-    show(token, data, heading);
+  /* Choosing */
+
+  function show(passage, place) {
+    if (shown && shown.passage === passage && shown.place === place && !panel.hidden) return;
+    unmark();
+    shown = { passage, place };
+    passage.tokens[place].classList.add("shown");
+    fill(passage, place);
+    mark();
+  }
+
+  function keep(passage, place, toggles = true) {
+    const same = toggles && kept && shown && shown.passage === passage && shown.place === place;
+    panel.classList.add("sheet");
+    show(passage, place);
     kept = !same;
-    token.classList.toggle("kept", kept);
-    if (narrow.matches) token.scrollIntoView({ block: "nearest" });
+    passage.tokens[place].classList.toggle("kept", kept);
+    for (const one of passage.tokens) one.tabIndex = -1;
+    passage.tokens[place].tabIndex = 0;
+  }
+
+  function unmark() {
+    if (shown) shown.passage.tokens[shown.place].classList.remove("shown", "kept");
+    for (const frame of document.querySelectorAll(".map .column, .map .at")) frame.remove();
+  }
+
+  // Frames the chosen column of the heat map, and in it the layer that is open.
+  function mark() {
+    if (!shown) return;
+    const { passage, place } = shown;
+    for (const frame of passage.article.querySelectorAll(".map .column, .map .at")) frame.remove();
+    const column = passage.columns?.get(place);
+    if (!column) return;
+    frame("column", [...column.values()]);
+    const opened = column.get(chosenLayer(passage.data.places[place]));
+    if (opened) frame("at", [opened]);
+  }
+
+  function frame(kind, rects) {
+    const [first, last] = [rects[0], rects.at(-1)];
+    const number = (rect, name) => Number(rect.getAttribute(name));
+    const box = document.createElementNS(first.namespaceURI, "rect");
+    box.setAttribute("class", kind);
+    box.setAttribute("x", number(first, "x"));
+    box.setAttribute("y", number(first, "y"));
+    box.setAttribute("width", number(first, "width"));
+    box.setAttribute("height", number(last, "y") + number(last, "height") - number(first, "y"));
+    first.ownerSVGElement.append(box);
   }
 
   function hide() {
-    if (shown) shown.classList.remove("shown", "kept");
+    unmark();
     shown = null;
     kept = false;
     if (narrow.matches) panel.hidden = true;
@@ -91,37 +201,169 @@
     panel.hidden = narrow.matches;
   }
 
-  function prepare(passage) {
-    const data = JSON.parse(passage.querySelector("script").textContent);
-    const heading = passage.dataset.recalled;
-    const tokens = [...passage.querySelectorAll(".text .t")];
-    // One stop for the Tab key per passage; arrows move inside it.
-    const move = (from, to) => {
-      if (!tokens[to]) return;
-      tokens[from].tabIndex = -1;
-      tokens[to].tabIndex = 0;
-      tokens[to].focus();
-    };
-    tokens.forEach((token, i) => {
-      token.tabIndex = i ? -1 : 0;
-      token.setAttribute("role", "button");
-      token.setAttribute("aria-controls", "panel");
-      if (!token.textContent.trim()) token.setAttribute("aria-label", visible(data[i].text));
-      token.addEventListener("mouseenter", () => { if (!kept) show(token, data[i], heading); });
-      token.addEventListener("focus", () => { if (token.matches(":focus-visible")) { kept = false; show(token, data[i], heading); } });
-      token.addEventListener("click", () => keep(token, data[i], heading));
-      token.addEventListener("keydown", (event) => {
-        const to = { ArrowLeft: i - 1, ArrowRight: i + 1, Home: 0, End: tokens.length - 1 }[event.key];
-        if (event.key === "Enter" || event.key === " ") keep(token, data[i], heading);
-        else if (to !== undefined) move(i, to);
-        else return;
-        event.preventDefault();
+  function chooseLayer(number) {
+    layer = number;
+    if (shown) {
+      fill(shown.passage, shown.place);
+      mark();
+    }
+  }
+
+  /* The heat maps */
+
+  const STEPS = ["var(--surface)", "var(--up-1)", "var(--up-2)", "var(--up-3)", "var(--up-4)"];
+  const FALLS = ["var(--surface)", "var(--down-1)", "var(--down-2)", "var(--down-3)", "var(--down-4)"];
+  const blend = (colour, share) => `color-mix(in oklab, ${colour} ${Math.round(share * 100)}%, var(--surface))`;
+
+  function fillOf(passage, cell) {
+    const data = passage.data.places[cell.place];
+    if (cell.layer < 0) return data.step < 0 ? FALLS[-data.step] : STEPS[data.step];
+    const row = data.layers[cell.layer];
+    if (what === "confidence") return blend("var(--map-confidence)", row[0] / 1000);
+    return blend("var(--map-changed)", row[3].length / Math.max(row[1].length, 1));
+  }
+
+  function cellsOf(passage) {
+    const cells = [];
+    passage.data.places.forEach((data, place) => {
+      if (!data) return;
+      if (data.step !== undefined) cells.push({ place, layer: -1 });
+      data.layers.forEach((_, layer) => cells.push({ place, layer }));
+    });
+    return cells;
+  }
+
+  function draw(passage) {
+    const box = passage.article.querySelector(".map");
+    const { layers, places } = passage.data;
+    if (!layers.length) {
+      box.hidden = true;
+      return;
+    }
+    const cells = cellsOf(passage);
+    const rows = cells.some((cell) => cell.layer < 0) ? [-1, ...layers.keys()] : [...layers.keys()];
+    const label = (row) => (row < 0 ? "token" : `layer ${layers[row]}`);
+    const every = Math.ceil(layers.length / 16);
+    const marginLeft = charts.widest(rows.map(label), "11px");
+    const high = layers.length > 16 ? 8 : 16;
+    charts.draw(box, (width) => {
+      const wide = Math.max(width, marginLeft + places.length * CELL);
+      const step = [5, 10, 25, 50, 100, 250, 500].find((one) => ((wide - marginLeft) * one) / places.length > 34) || 1000;
+      const svg = Plot.plot({
+        width: wide, height: rows.length * high + 22, marginLeft, marginTop: 2, marginBottom: 20, marginRight: 2,
+        style: { fontSize: "11px" },
+        x: { type: "band", domain: [...places.keys()], label: null, padding: 0 },
+        y: { type: "band", domain: rows, label: null, padding: 0 },
+        marks: [
+          Plot.axisX([...places.keys()].filter((place) => place && place % step === 0), { tickSize: 3, tickFormat: String }),
+          Plot.axisY(rows.filter((row) => row < 0 || row % every === 0), { tickFormat: label, tickSize: 0 }),
+          Plot.cell(cells, { x: "place", y: "layer", inset: 0.4, rx: 1, fill: { value: (cell) => fillOf(passage, cell), scale: null } }),
+        ],
       });
+      prepareMap(passage, svg, cells);
+      return svg;
     });
   }
 
+  function prepareMap(passage, svg, cells) {
+    const rects = [...svg.querySelectorAll('g[aria-label="cell"] rect')];
+    passage.columns = new Map();
+    const cellOf = new Map();
+    rects.forEach((rect, i) => {
+      const cell = cells[i];
+      cellOf.set(rect, cell);
+      if (!passage.columns.has(cell.place)) passage.columns.set(cell.place, new Map());
+      passage.columns.get(cell.place).set(cell.layer, rect);
+    });
+    svg.setAttribute("tabindex", "0");
+    svg.setAttribute("aria-label", "Heat map: the arrow keys choose a token and a layer");
+    svg.addEventListener("pointermove", (event) => {
+      const cell = cellOf.get(event.target);
+      if (cell && !kept && event.pointerType === "mouse") show(passage, cell.place);
+    });
+    svg.addEventListener("click", (event) => {
+      const cell = cellOf.get(event.target);
+      if (!cell) return;
+      layer = cell.layer < 0 ? null : cell.layer;
+      keep(passage, cell.place, false);
+      chooseLayer(layer);
+    });
+    svg.addEventListener("keydown", (event) => move(event, passage));
+    if (shown && shown.passage === passage) mark();
+  }
+
+  /* The keyboard */
+
+  function move(event, passage) {
+    const here = shown && shown.passage === passage ? shown.place : passage.data.opens;
+    const last = passage.tokens.length - 1;
+    const to = { ArrowLeft: here - 1, ArrowRight: here + 1, Home: 0, End: last }[event.key];
+    const data = passage.data.places[here];
+    if (event.key === "Enter" || event.key === " ") {
+      keep(passage, here);
+    } else if (to !== undefined) {
+      if (to < 0 || to > last) return;
+      kept = false;
+      show(passage, to);
+      for (const one of passage.tokens) one.tabIndex = -1;
+      passage.tokens[to].tabIndex = 0;
+      panel.classList.add("sheet");
+      if (event.currentTarget.classList.contains("t")) passage.tokens[to].focus();
+      else reveal(passage, to);
+    } else if ((event.key === "ArrowUp" || event.key === "ArrowDown") && data && data.layers.length) {
+      const next = chosenLayer(data) + (event.key === "ArrowUp" ? -1 : 1);
+      if (!shown) show(passage, here);
+      chooseLayer(Math.min(Math.max(next, 0), data.layers.length - 1));
+    } else {
+      return;
+    }
+    event.preventDefault();
+  }
+
+  // Scrolls the heat map, not the page, to a token.
+  function reveal(passage, place) {
+    const box = passage.article.querySelector(".map");
+    const rect = passage.columns?.get(place)?.values().next().value;
+    if (!rect) return;
+    const inside = box.getBoundingClientRect();
+    const own = rect.getBoundingClientRect();
+    if (own.left < inside.left) box.scrollLeft -= inside.left - own.left + 40;
+    if (own.right > inside.right) box.scrollLeft += own.right - inside.right + 40;
+  }
+
+  function prepare(passage) {
+    const { data, tokens, texts } = passage;
+    tokens.forEach((token, i) => {
+      token.tabIndex = i === data.opens ? 0 : -1;
+      token.setAttribute("role", "button");
+      token.setAttribute("aria-controls", "panel");
+      if (!texts[i].trim()) token.setAttribute("aria-label", name(passage, i));
+      token.addEventListener("mouseenter", () => { if (!kept) show(passage, i); });
+      token.addEventListener("focus", () => { if (token.matches(":focus-visible")) { kept = false; show(passage, i); reveal(passage, i); } });
+      token.addEventListener("click", () => { keep(passage, i); reveal(passage, i); });
+      token.addEventListener("keydown", (event) => move(event, passage));
+    });
+    draw(passage);
+  }
+
+  // The token that the memory made likelier by most, of all texts.
+  function open() {
+    const first = passages.reduce((one, other) => (other.data.rise > one.data.rise ? other : one));
+    show(first, first.data.opens);
+    requestAnimationFrame(() => reveal(first, first.data.opens));
+  }
+
+  document.querySelector(".switch").hidden = !passages.some(({ data }) => data.layers.length);
+  for (const radio of document.querySelectorAll(".switch input")) {
+    radio.addEventListener("change", () => {
+      what = radio.value;
+      for (const scale of document.querySelectorAll(".scale")) scale.hidden = scale.dataset.of !== what;
+      passages.forEach(draw);
+    });
+  }
   document.addEventListener("keydown", (event) => { if (event.key === "Escape") hide(); });
   narrow.addEventListener("change", () => { if (!shown) rest(); });
-  document.querySelectorAll(".passage").forEach(prepare);
-  rest();
+  passages.forEach(prepare);
+  if (passages.length) open();
+  else rest();
 })();
