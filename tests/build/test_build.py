@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from transformers import PreTrainedModel
+from transformers.integrations import moe
 
 from helpers.families import FAMILIES
 from helpers.zoo import family, full_batch, make_texts
@@ -382,8 +384,6 @@ def test_memory_does_not_grow_with_the_reference_set() -> None:
     [entry.name for entry in FAMILIES if entry.name not in OWN_EXPERTS],
 )
 def test_building_experts_equal_the_models_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers.integrations import moe
-
     calls = []
 
     def counted(*args: object) -> torch.Tensor:
@@ -415,6 +415,23 @@ def test_experts_are_put_back_after_an_error(zoo_olmoe: PreTrainedModel) -> None
     with pytest.raises(ZeroDivisionError), use_grouped_experts(zoo_olmoe):
         _ = 1 / (zoo_olmoe.config._experts_implementation != "grouped_mm")
     assert zoo_olmoe.config._experts_implementation == "eager"
+
+
+def test_experts_in_a_form_of_their_own_are_kept(
+    monkeypatch: pytest.MonkeyPatch, zoo_olmoe: PreTrainedModel
+) -> None:
+    """As GPTQModel's are, whose quantised weights transformers' own code could not read."""
+    calls = []
+
+    def loop(experts: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
+        calls.append(type(experts).__name__)
+        return moe.batched_mm_experts_forward(experts, *inputs)
+
+    monkeypatch.setitem(moe.ALL_EXPERTS_FUNCTIONS._global_mapping, "linear_loop", loop)
+    zoo_olmoe.set_experts_implementation("linear_loop")
+    with use_grouped_experts(zoo_olmoe):
+        zoo_olmoe(torch.randint(3, 128, (1, 4)))
+    assert len(calls) == len(find_routers(zoo_olmoe))
 
 
 def test_no_leftovers(tmp_path: Path, zoo_olmoe: PreTrainedModel, zoo_tokenizer: object) -> None:

@@ -20,6 +20,7 @@ from transformers.integrations import moe
 from knn_moe.routers.model_state import unwrap
 
 NAME: Final = "knn_moe_grouped"
+_TRANSFORMERS: Final = ("eager", "batched_mm", "grouped_mm", "deepgemm", "sonicmoe")  # its own ways
 
 
 class SpreadRows(torch.autograd.Function):
@@ -130,10 +131,12 @@ def runs_grouped(experts: nn.Module) -> bool:
 def use_grouped_experts(model: nn.Module) -> Iterator[None]:
     """Run the experts of `model` in the fastest way that has gradients, while inside.
 
-    Families whose experts transformers does not dispatch keep theirs.
+    Families whose experts transformers does not dispatch keep theirs, and so do models that compute
+    them with other code than transformers' own: quantised weights have other forms.
     """
     inner = unwrap(model)
     before = getattr(getattr(inner, "config", None), "_experts_implementation", None)
+    before = before if before in _TRANSFORMERS else None
     chosen = _fastest(inner)
     try:
         if before is not None and chosen != before:
