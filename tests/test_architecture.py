@@ -19,7 +19,7 @@ ROOT = Path(knn_moe.__file__).parent
 RULE = (
     "errors < support < config, pages < equations < routers, reference < index < memory < recall "
     "< build, explain < inference < adapt < tasks < labels, methods < evaluation "
-    "< report < reproduce, demo, bench < harness, cli"
+    "< report < reproduce, demo, bench, chat < harness, cli"
 )
 LEVEL = {name: level for level, group in enumerate(RULE.split(" < ")) for name in group.split(", ")}
 

@@ -24,6 +24,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "calibrate": "Choose how a memory is used.",
     "inspect": "Show what a memory contains.",
     "generate": "Generate text with and without a memory.",
+    "chat": "Talk to a model with its memories.",
     "explain": "Show what a memory recalled for each token, and what changed.",
     "compress": "Make a memory small and fast to search.",
     "prune": "Keep the most useful cases of a memory.",

@@ -1,0 +1,1 @@
+"""A conversation with a model and its memories. Knows nothing of terminals."""
