@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,6 +17,7 @@ from rich.text import Text
 
 from knn_moe.errors import ConfigError
 from knn_moe.routers import load
+from knn_moe.support.embedded_models import EMBEDDED_MODELS
 from knn_moe.support.progress import OnProgress, Progress
 from knn_moe.support.terminal import printable, printable_json
 
@@ -179,7 +180,7 @@ def show_progress(title: str) -> Iterator[OnProgress]:
         TimeElapsedColumn(),
         TextColumn("{task.fields[note]}", markup=False),
     )
-    with RichProgress(*columns, console=log) as bar:
+    with RichProgress(*columns, console=log, disable=not log.is_terminal) as bar:
         task = bar.add_task(printable(title), total=None, note="")
 
         def report(progress: Progress) -> None:
@@ -200,8 +201,26 @@ def evaluation_dtype(device_name: str | None, dtype: str) -> str:
 
 def load_model(name: str, device_name: str | None, dtype: str) -> tuple[Any, Any]:
     """Load a model and its tokenizer as the library does, and say so meanwhile."""
-    with log.status(plain(f"Loading {name}")):
+    _quieten_libraries()
+    # In a terminal the hub's own bars show how far a download is.
+    silent = Path(name).is_dir() or name in EMBEDDED_MODELS or not log.is_terminal
+    with log.status(plain(f"Loading {name}")) if silent else nullcontext():
         return load.load_model(name, device=device_name, dtype=dtype)
+
+
+def _quieten_libraries() -> None:
+    """Turn off what libraries draw while they load, but show downloads in a terminal."""
+    from threading import RLock
+
+    from huggingface_hub.utils.tqdm import enable_progress_bars
+    from tqdm import tqdm  # type: ignore[import-untyped]
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    if log.is_terminal:
+        enable_progress_bars()
+    # tqdm's own lock is shared by processes, and is complained about when one of them is killed.
+    tqdm.set_lock(RLock())
 
 
 def encode_prompt(tokenizer: Any, prompt: str, chat: bool, device: Any) -> dict[str, Any]:

@@ -6,12 +6,14 @@ A command is imported when it is called, so that `--help` answers at once.
 from __future__ import annotations
 
 import importlib
+import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import click
 
+from knn_moe.cli.program import EXIT_CODE, Program
 from knn_moe.errors import KnnMoeError
 from knn_moe.support.registry import unknown_name
 from knn_moe.support.terminal import printable
@@ -56,10 +58,24 @@ class Commands(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
+    def main(self, args: Sequence[str] | None = None, *others: Any, **options: Any) -> Any:
+        """Run a command; without `args`, the one of this process's command line."""
+        self.program = Program(sys.argv[1:] if args is None else args)
+        if args is None:
+            self.program.start()
+        try:
+            return super().main(args, *others, **options)
+        except SystemExit as end:
+            self.program.exit_code = end.code if isinstance(end.code, int) else bool(end.code)
+            raise
+
     def invoke(self, ctx: click.Context) -> Any:
         warnings.showwarning = _print_warning
         try:
             return super().invoke(ctx)
+        except KeyboardInterrupt:
+            self.program.say()
+            ctx.exit(EXIT_CODE)
         except click.UsageError as error:
             raise click.UsageError(printable(error.format_message()), error.ctx) from None
         except KnnMoeError as error:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 
 import torch
 
-from knn_moe.errors import ConfigError, KnnMoeError
+from knn_moe.errors import ConfigError, KnnMoeError, RunError
 from knn_moe.reproduce.catalogue import ALL, TABLES, choose_tables
 from knn_moe.reproduce.paper import PAPER
 from knn_moe.reproduce.study import Study
@@ -83,7 +84,13 @@ def _make_runs(study: Study, names: Sequence[str]) -> None:
         bare = replace(study, on_progress=ignore_progress, _loaded={}, _data={}, _contexts={})
         waiting = [pool.submit(_make_runs_of, bare, *pair, names) for pair in pairs]
         for count, done in enumerate(as_completed(waiting), start=1):
-            done.result()
+            try:
+                done.result()
+            except BrokenProcessPool:
+                raise RunError(
+                    f"One of {study.jobs} processes was killed, perhaps for want of memory. The "
+                    f"same command continues; use fewer --jobs."
+                ) from None
             study.on_progress(Progress("models and tasks", count, len(pairs)))
 
 

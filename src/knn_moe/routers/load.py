@@ -6,12 +6,14 @@ still answer quickly.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from knn_moe.errors import ConfigError, ModelError, ModelTooLargeError
 from knn_moe.support.embedded_models import EMBEDDED_MODELS, embedded_model
+from knn_moe.support.hub import hub_or_cache
 
 if TYPE_CHECKING:
     import torch
@@ -60,8 +62,9 @@ def load_model(
     _check_room(name, structure, place, precision)
     try:
         folder = _folder(name)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=precision).to(place).eval()
+        with _reach(folder):
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=precision).to(place).eval()
     except (torch.OutOfMemoryError, MemoryError):
         raise ModelTooLargeError(f"{name!r} does not fit on {place}.") from None
     except Exception as error:  # transformers, safetensors and the hub each have their own
@@ -86,12 +89,21 @@ def load_structure(name: str) -> Any:
         raise ModelError(f"Unknown model {name!r}. Did you mean {close[0]!r}? {_CHOICES}")
     if name.startswith((".", "/", "~")) and not place.is_dir():
         raise _cannot_load(name, f"There is no such folder. {_CHOICES}")
+    reached = True
     try:
-        config = AutoConfig.from_pretrained(_folder(name))
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        with _reach(_folder(name)) as reached:
+            config = AutoConfig.from_pretrained(_folder(name))
+            with torch.device("meta"):
+                return AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     except Exception as error:  # transformers, safetensors and the hub each have their own
-        raise _cannot_load(name, _first_line(error)) from None
+        nowhere = f"It is no folder, not in the cache, and the hub cannot be reached. {_CHOICES}"
+        missing = not reached and isinstance(error, OSError)
+        raise _cannot_load(name, nowhere if missing else _first_line(error)) from None
+
+
+def _reach(place: str) -> AbstractContextManager[bool]:
+    """Return the context to load a folder or a hub id in; it holds whether it can be reached."""
+    return nullcontext(True) if Path(place).is_dir() else hub_or_cache()
 
 
 def pick_device(device: str | torch.device | None) -> torch.device:

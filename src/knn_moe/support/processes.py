@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from multiprocessing import active_children, get_context, parent_process
+from multiprocessing import active_children, parent_process
+from multiprocessing.context import SpawnContext, SpawnProcess
+from multiprocessing.resource_tracker import ensure_running
 from threading import Thread
 from typing import Any
+
+
+class _DeafProcess(SpawnProcess):
+    """A process that never receives Ctrl-C: the one that started it hears it, and ends both."""
+
+    def start(self) -> None:
+        """Start with SIGINT blocked, which is inherited, so that it never has a handler to run."""
+        ensure_running()  # would unblock it
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            super().start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class _Context(SpawnContext):
+    Process = _DeafProcess
 
 
 @contextmanager
@@ -23,7 +43,7 @@ def process_pool(
             `end_with_parent`.
         arguments: What `begin` is called with; picklable.
     """
-    pool = ProcessPoolExecutor(jobs, get_context("spawn"), begin, arguments)
+    pool = ProcessPoolExecutor(jobs, _Context(), begin, arguments)
     try:
         yield pool
     except BaseException:

@@ -17,6 +17,7 @@ from typing import Final, TypeVar
 
 from knn_moe.errors import MissingDependencyError, TaskDataError
 from knn_moe.support.files import read_lines
+from knn_moe.support.hub import hub_or_cache
 from knn_moe.tasks.task import Hub, Package, Row, Task
 
 DATA: Final = "KNN_MOE_DATA"
@@ -142,7 +143,8 @@ def _from_hub(task: Task, hub: Hub, reference: bool) -> TaskData:
     def load(part: tuple[str | None, str]) -> list[Row]:
         config, split = part
         try:
-            rows = load_dataset(hub.path, config, split=split)
+            with hub_or_cache():
+                rows = load_dataset(hub.path, config, split=split)
         except Exception as error:  # the hub, its gates and the network each have their own
             raise TaskDataError(_explain_failure(task, hub.path, error)) from None
         return [converted for row in rows if (converted := hub.row(row)) is not None]

@@ -1,0 +1,45 @@
+"""A hub that does not reply is asked once; one that refuses is asked as usual."""
+
+from __future__ import annotations
+
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
+
+import pytest
+from huggingface_hub import constants
+
+from knn_moe.support.hub import hub_or_cache
+
+
+class Refusing(BaseHTTPRequestHandler):
+    def do_HEAD(self) -> None:
+        self.send_response(401)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_a_hub_that_refuses_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    with HTTPServer(("127.0.0.1", 0), Refusing) as server:
+        Thread(target=server.handle_request, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        with hub_or_cache() as reached:
+            assert reached
+            assert not constants.HF_HUB_OFFLINE
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_without_a_reply_only_the_cache_is_read(
+    offline: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with HTTPServer(("127.0.0.1", 0), Refusing) as server:
+        closed = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(constants, "ENDPOINT", closed)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    with hub_or_cache() as reached:
+        assert not reached
+        assert constants.is_offline_mode()
+    assert constants.is_offline_mode() is offline
