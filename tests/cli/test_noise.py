@@ -34,7 +34,8 @@ def test_a_build_and_an_answer(reference_file: Path, tmp_path: Path) -> None:
     memory = tmp_path / "memory"
     built = run("build", "tiny-olmoe", reference_file, "-o", memory, **NO_HUB)
     assert (built.returncode, built.stdout) == (0, "")
-    first, second = built.stderr.splitlines()
+    read, first, second = built.stderr.splitlines()
+    assert read.startswith("Read ")
     assert first.startswith("RoutingMemory(")
     assert second.endswith(f"MB in {memory}")
     asked = run("generate", "tiny-olmoe", "A fever is", "--memory", memory, "--max-new-tokens", 4)

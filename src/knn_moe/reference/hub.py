@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from knn_moe.errors import MissingDependencyError, ReferenceSetError
 from knn_moe.reference.files import Item
+from knn_moe.support.hub import hub_or_cache
 
 _NAME: Final = re.compile(
     r"(?P<path>[^:]+?)(?::(?P<config>[^:\[\]]+)(?=:))?(?::(?P<split>\w[\w.+-]*(?:\[[^\]]*\])?))?"
@@ -54,11 +56,12 @@ def open_hub(name: HubName) -> Any:
         ) from None
     split = name.split
     try:
-        if split is None:
-            splits = get_dataset_split_names(name.path, name.config)
-            split = splits[0] if len(splits) == 1 else next((s for s in splits if s == "train"), "")
-        if split:
-            return load_dataset(name.path, name.config, split=split)
+        with nullcontext() if Path(name.path).is_dir() else hub_or_cache():
+            if split is None:
+                splits = get_dataset_split_names(name.path, name.config)
+                split = splits[0] if len(splits) == 1 else "train" if "train" in splits else ""
+            if split:
+                return load_dataset(name.path, name.config, split=split)
     except Exception as error:  # the hub, its gates and the network each have their own
         reason = (str(error).strip() or repr(error)).splitlines()[0].rstrip(".")
         raise ReferenceSetError(
