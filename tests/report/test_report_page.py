@@ -149,9 +149,7 @@ def test_a_question_shows_everything_as_text(page: Page, runs: Path) -> None:
     for choice, likelihood in zip(HOSTILE["choices"], sample.likelihoods or (), strict=True):
         assert choice in said
         assert f"{likelihood:.2f}".replace("-", "−") in said
-    assert (
-        card.locator("tr.true th").inner_text() == f"A {HOSTILE['choices'][0]} ✓ the right answer"
-    )
+    assert card.locator("tr.true th").inner_text() == f"A {HOSTILE['choices'][0]} ✓ right answer"
     chosen = card.locator("td.chosen")
     assert chosen.count() == 3
     assert card.locator("b, i, script").count() == 0

@@ -118,7 +118,7 @@ def test_a_point_lies_where_the_table_says() -> None:
 
 def tables_of(page: Page) -> list[list[dict[str, str]]]:
     """The rows of each CSV file that the page offers."""
-    links = [attrs["href"] or "" for tag, attrs in page.tags if tag == "a"]
+    links = [attrs["href"] or "" for _, attrs in page.tags if "download" in attrs]
     files = [unquote(link.partition(",")[2]) for link in links]
     return [list(csv.DictReader(io.StringIO(text))) for text in files]
 

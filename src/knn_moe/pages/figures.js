@@ -13,6 +13,8 @@
     return svg;
   }
 
+  const tip = () => ({ lineHeight: 1.4, fill: charts.colour("--surface"), stroke: charts.colour("--rule"), pathFilter: null });
+
   // A row for each method, under a heading for each group where these are needed.
   function rowsOf(groups, headings) {
     const rows = [];
@@ -48,7 +50,7 @@
         Plot.ruleY(rows, { y: "key", x1: "low", x2: "high", stroke: style, strokeWidth: 2, dy: stacked ? 7 : 0 }),
         Plot.dot(rows, {
           x: "value", y: "key", r: 4.5, fill: style, stroke: charts.colour("--paper"), dy: stacked ? 7 : 0,
-          tip: true, title: (row) => `${headings ? `${row.group}, ` : ""}${row.method}: ${row.label}\n95 % interval ${signed(round(row.low), sign)} to ${signed(round(row.high), sign)}${row.chance === null ? "" : `\nchance ${round(row.chance)}`}`,
+          tip: tip(), title: (row) => `${headings ? `${row.group}, ` : ""}${row.method}: ${row.label}\n95 % interval ${signed(round(row.low), sign)} to ${signed(round(row.high), sign)}${row.chance === null ? "" : `\nchance ${round(row.chance)}`}`,
         }),
         Plot.text(all.filter((row) => row.heading), { ...name, text: "heading", dx: -marginLeft, dy: 3, textAnchor: "start", fontWeight: 600 }),
         Plot.text(rows, { ...name, text: "method" }),
@@ -75,7 +77,7 @@
         Plot.lineY(rows, { x: "layer", y: "value", z: "method", stroke: style, strokeWidth: 2 }),
         Plot.dot(rows, {
           x: "layer", y: "value", r: 3.5, fill: style, stroke: charts.colour("--paper"),
-          tip: true, title: (row) => `layer ${row.layer}, ${row.method}: ${row.label}`,
+          tip: tip(), title: (row) => `layer ${row.layer}, ${row.method}: ${row.label}`,
         }),
       ],
     }), caption);

@@ -104,25 +104,27 @@
   // The log-likelihood of each choice; the likeliest per character is chosen.
   function choices(question, shown) {
     const count = Math.max(question.choices?.length ?? 0, ...shown.map((place) => question.answers[place].likelihoods.length));
-    const head = make("tr", "", make("th", "choice", "Choice"), ...shown.map((place) => make("th", "", data.methods[place])));
+    const head = make("tr", "", ...["Choice", ...shown.map((place) => data.methods[place])].map((name) => make("th", "", name)));
+    for (const one of head.cells) one.scope = "col";
     const rows = Array.from({ length: count }, (_, at) => {
       const right = question.answer === letter(at);
-      const name = make("th", "", make("span", "name", letter(at)), " ", ...marked(question.choices?.[at] ?? ""), right ? make("span", "right", " ✓ the right answer") : "");
+      const name = make("th", "", make("span", "name", letter(at)), " ", ...marked(question.choices?.[at] ?? ""), right ? make("span", "right", " ✓ right answer") : "");
       name.scope = "row";
       const cells = shown.map((place) => {
         const answer = question.answers[place];
         const value = answer.likelihoods[at];
         const chosen = answer.parsed === letter(at);
-        const each = question.lengths ? make("small", "", `${number(value / question.lengths[at])} per character`) : "";
+        const each = question.lengths ? make("small", "", number(value / question.lengths[at])) : "";
         return make("td", chosen ? "chosen" : "", chosen ? make("span", right ? "right" : "wrong", right ? "✓ " : "✗ ") : "", number(value, 2), each);
       });
       return make("tr", right ? "true" : "", name, ...cells);
     });
-    const table = make("table", "", make("caption", "", "Log-likelihood in nats"), make("thead", "", head), make("tbody", "", ...rows));
+    const caption = `Log-likelihood in nats${question.lengths ? "; below, per character, by which the choice is made" : ""}`;
+    const table = make("table", "", make("thead", "", head), make("tbody", "", ...rows));
     const box = make("div", "scroll", table);
     box.setAttribute("role", "group");
     box.setAttribute("aria-label", `Likelihoods of the choices of question ${question.id}`);
-    return box;
+    return make("div", "", make("p", "words name", caption), box);
   }
 
   function reading(question, place) {

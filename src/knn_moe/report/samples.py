@@ -17,7 +17,7 @@ from knn_moe.reference.choices import count_characters
 from knn_moe.tasks.sample import Asked, Sample
 from knn_moe.tasks.task import TEXT
 
-MOST_BYTES: Final = 6_000_000  # of questions and answers on a page
+MOST_BYTES: Final = 8_000_000  # of questions and answers on a page
 MOST_CHARACTERS: Final = 6_000  # of a prompt or an output
 
 
