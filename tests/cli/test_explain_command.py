@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from click.testing import Result
+from transformers import AutoConfig
 
 from helpers.commands import assert_refused, run_cli, save_model
 from helpers.zoo import make_texts
@@ -61,6 +62,12 @@ def test_the_terminal(saved_model: Path, saved_memory: Path) -> None:
     assert re.search(r"in \d \([+-]\d\.\d\d\).* out \d \([+-]\d\.\d\d\)", detail)
     last = explain(saved_model, saved_memory, "--tokens", 2).stdout
     assert last.splitlines() == [head, *rows[-2:], *lines[10:]]
+
+
+def test_a_prompt_that_is_too_long_is_told(saved_model: Path, saved_memory: Path) -> None:
+    limit = AutoConfig.from_pretrained(saved_model).max_position_embeddings
+    refused = run_cli("explain", saved_model, "5 " * (limit + 1), "--memory", saved_memory)
+    assert_refused(refused, f"has {limit + 1:,} tokens, and the model reads at most {limit:,}")
 
 
 def test_generated_tokens_are_explained_too(saved_model: Path, saved_memory: Path) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
@@ -15,6 +16,7 @@ from tokenizers import Tokenizer
 from helpers.commands import run_cli, save_model
 from helpers.zoo import TEXTS
 from knn_moe import RoutingMemory
+from knn_moe.cli.main import main
 from knn_moe.memory.writer import reseal
 from knn_moe.support.terminal import one_line, printable, printable_json
 
@@ -74,6 +76,16 @@ def test_explain_and_generate(hostile_model: Path, hostile_memory: Path) -> None
         assert shown.exit_code == 0, shown.output
         assert_harmless(shown.output)
         assert "[red]a" in shown.output
+
+
+def test_chat(hostile_model: Path, hostile_memory: Path) -> None:
+    lines = f"5 6\n/explain\n/compare\n7\n/memory\n/memory {HOSTILE}\n/{HOSTILE}\n"
+    command = ["chat", str(hostile_model), "--memory", str(hostile_memory)]
+    shown = CliRunner().invoke(main, [*command, "--max-new-tokens", "3"], input=lines)
+    assert shown.exit_code == 0, shown.output
+    assert_harmless(shown.output)
+    assert "[red]a" in shown.stdout
+    assert shown.stderr.count("[red]a") >= 3
 
 
 def test_other_commands(hostile_model: Path, hostile_memory: Path, tmp_path: Path) -> None:

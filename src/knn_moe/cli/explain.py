@@ -94,6 +94,7 @@ def command(model: str, prompt: str, output: Path | None, as_json: bool, **optio
 def _explain(model: str, prompt: str, options: Mapping[str, Any]) -> Explanation:
     """Explain the prompt and, if asked for, the tokens that the model generates after it."""
     from knn_moe.inference.attach import attach
+    from knn_moe.inference.streaming import room_after
     from knn_moe.memory.memory import RoutingMemory
 
     memory = RoutingMemory.from_pretrained(options["memory"])
@@ -105,13 +106,14 @@ def _explain(model: str, prompt: str, options: Mapping[str, Any]) -> Explanation
         config = replace(config, k=neighbours)
     network, tokenizer = load_model(model, options["device"], options["dtype"])
     inputs = encode_prompt(tokenizer, prompt, options["chat"], network.device)
+    room = room_after(network, inputs["input_ids"].shape[-1])
     with attach(network, memory, config, force=options["force"]) as routing:
         ids = inputs["input_ids"]
         if options["max_new_tokens"]:
             ids = network.generate(
                 **inputs,
                 do_sample=False,
-                max_new_tokens=options["max_new_tokens"],
+                max_new_tokens=min(options["max_new_tokens"], room),
                 pad_token_id=pad_token(tokenizer),
             )
         return routing.explain(ids, tokenizer=tokenizer, last=options["tokens"])
