@@ -168,6 +168,12 @@ class Explanation:
             )
         write_page(render_explanation(self), place)
 
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the coloured text, and the tokens that changed most."""
+        from knn_moe.explain.snippet import render_snippet
+
+        return render_snippet(self)
+
     def __str__(self) -> str:
         return self.table()
 
