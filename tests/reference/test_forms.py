@@ -8,8 +8,8 @@ import pytest
 
 from knn_moe.errors import ReferenceSetError
 from knn_moe.reference.examples import Example
-from knn_moe.reference.forms import read_answer
 from knn_moe.reference.load import load_examples
+from knn_moe.reference.quiz import read_answer
 
 CHAT = [{"role": "user", "content": "5 6"}, {"role": "assistant", "content": "7 8"}]
 TURNS = [{"from": "human", "value": "5 6"}, {"from": "gpt", "value": "7 8"}]
@@ -45,6 +45,7 @@ ANSWERED = Example("Question: 2 + 2?\nAnswer:", " 4", distractors=(" 3", " 5"))
         ({**QUIZ, "answer": 1}, ANSWERED),
         ({**QUIZ, "answer": "(b)"}, ANSWERED),
         ({**QUIZ, "answer": "4"}, ANSWERED),
+        ({"question": "2 + 2?", "A": "3", "B": "4", "C": "5", "D": "", "answer": "B"}, ANSWERED),
         (Example("5", "6"), Example("5", "6")),
     ],
 )
@@ -80,7 +81,7 @@ def test_columns_may_have_other_names(row: Any, columns: dict[str, str], expecte
         ({"prompt": "3"}, {}, r"has 'prompt' \(str\)"),
         ({"conversations": [{"from": "tool", "value": "3"}]}, {}, "has a turn from 'tool'"),
         ({**QUIZ, "answer": "D"}, {}, "has the answer 'D', which is none of the choices"),
-        ({**QUIZ, "choices": ["B", "A"], "answer": "A"}, {}, "which could mean several choices"),
+        ({**QUIZ, "choices": ["B", "A"], "answer": "A"}, {}, "which could mean several of"),
         ({**QUIZ, "answer": 3}, {}, "is none of the choices"),
         (17, {}, "must be .* got int"),
         ([], {}, "must be .* got list"),
@@ -127,4 +128,4 @@ def test_a_field_that_no_form_has_is_refused() -> None:
     ],
 )
 def test_the_ways_to_name_a_choice(choices: list[str], answer: Any, ways: dict[str, int]) -> None:
-    assert read_answer(choices, answer) == ways
+    assert read_answer({"choices": choices, "answer": answer}) == ways

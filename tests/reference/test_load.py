@@ -169,7 +169,7 @@ def test_text_from_standard_input(stdin: Stdin) -> None:
     stdin(TEXT.encode("utf-16"))
     assert load_examples("-", split="none") == [Example("", TEXT)]
     stdin(b"")
-    with pytest.raises(ReferenceSetError, match="'standard input' holds no examples"):
+    with pytest.raises(ReferenceSetError, match="'standard input' is empty"):
         load_examples("-")
 
 
@@ -265,10 +265,10 @@ def test_what_holds_no_examples_is_refused(given: Any, message: str) -> None:
         ("r.csv", b'text\n3\n"4\n5\n', "line 4: unexpected end of data"),
         ("r.csv", b"text,text\n3,4\n", "must name the columns, each differently"),
         ("r.csv", b"first text\nsecond text\n", r"line 2: needs .*; has 'first text' \(str\)"),
-        ("r.jsonl.gz", b"", "holds no examples: it is empty"),
-        ("r.csv", b"text\n", "holds no examples"),
-        ("r.json", b" ", "holds no examples"),
-        ("r.txt", b" \n\n", "holds no examples"),
+        ("r.jsonl.gz", b"", "is empty: it has no rows"),
+        ("r.csv", b"text\n", "is empty"),
+        ("r.json", b" ", "is empty"),
+        ("r.txt", b" \n\n", "is empty"),
         ("r.parquet", b"3 4", r"Cannot read '.*r\.parquet'"),
         ("r.pdf", b"3 4", r"Cannot tell what '.*r\.pdf' holds. Known endings: .*--format"),
         ("r.parquet.gz", b"3 4", "Cannot tell what"),

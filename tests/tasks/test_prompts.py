@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from knn_moe.errors import ConfigError
+from knn_moe.reference.forms import cloze
+from knn_moe.reference.quiz import LETTERS
 from knn_moe.tasks.prompts import (
-    LETTERS,
     Shot,
     answer_line,
-    cloze,
     completion,
     few_shot,
     program,

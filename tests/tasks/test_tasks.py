@@ -143,7 +143,7 @@ def test_the_environment_names_the_folder_of_files(
             "Row q1 of mine's test set has 1 choices",
         ),
         (make_row(1, answer=3), 'needs the "answer" as a number from 0 to 2, has 3'),
-        (make_row(1, answer="B"), "from 0 to 2, has 'B'"),
+        (make_row(1, answer="D"), "has the answer 'D', which is none of the choices ['one', "),
         (make_row(1, answer=True), "from 0 to 2, has True"),
         (
             {"question": "why?"},
@@ -160,7 +160,7 @@ def test_malformed_rows_are_refused(row: dict[str, Any], error: str, tmp_path: P
 
 @pytest.mark.parametrize(
     ("text", "error"),
-    [("{", "line 1, is not JSON"), ("[1]\n", "is list, not an object"), ("\n", "has no rows")],
+    [("{", "line 1: not JSON"), ("[1]\n", "line 1: must be an object.*list"), ("\n", "is empty")],
 )
 def test_malformed_files_are_refused(text: str, error: str, tmp_path: Path) -> None:
     (tmp_path / "mine_test.jsonl").write_text(text, encoding="utf8")
@@ -249,12 +249,12 @@ def test_a_missing_task_file_is_named(name: str) -> None:
 
 
 def test_an_error_names_the_file_of_a_malformed_row(tmp_path: Path) -> None:
-    path = write(tmp_path / "quiz.jsonl", [make_row(1), make_row(2, answer="B")])
-    with pytest.raises(TaskError, match=r"Row q2 of quiz.jsonl needs the .answer. as a number"):
+    path = write(tmp_path / "quiz.jsonl", [make_row(1), make_row(2, answer="D")])
+    with pytest.raises(TaskError, match=r"Row q2 of quiz.jsonl has the answer 'D'"):
         open_task(str(path))
     write(path, [make_row(1)])
-    write(tmp_path / "quiz_ref.jsonl", [make_row(2, answer="B")])
-    with pytest.raises(TaskError, match=r"Row q2 of quiz_ref.jsonl"):
+    write(tmp_path / "quiz_ref.jsonl", [make_row(2, answer=3)])
+    with pytest.raises(TaskError, match=r"Row q2 of quiz_ref.jsonl needs the .answer. as a number"):
         open_task(str(path))
     bare = write(tmp_path / "code.jsonl", [{"prompt": "Add.", "tests": ["assert True"]}])
     with pytest.raises(TaskError, match='its "code"'):

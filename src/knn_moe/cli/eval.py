@@ -43,7 +43,8 @@ Chosen: TypeAlias = tuple[str, str | None]  # a method's name, and a control of 
     "--task",
     "tasks",
     multiple=True,
-    help="Evaluate on this task: a name from --list or a .jsonl file. Can be repeated.",
+    help="Evaluate on this task: a name from --list, or a file of questions or of text (.jsonl, "
+    ".json, .csv, .tsv, .parquet, .txt or .md). Can be repeated.",
 )
 @click.option(
     "-m",

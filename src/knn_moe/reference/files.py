@@ -117,7 +117,7 @@ def read_file(file: DataFile, split: str = PARAGRAPHS) -> Iterator[Item]:
         empty = False
         yield item
     if empty:
-        raise ReferenceSetError(f"{file.name!r} holds no examples: it is empty.")
+        raise ReferenceSetError(f"{file.name!r} is empty: it has no rows and no text.")
 
 
 @contextmanager

@@ -9,18 +9,15 @@ completion is read as it is.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from knn_moe.errors import ReferenceSetError
+from knn_moe.reference.quiz import Row, describe_answer, find_choices, read_answer
 
-Row: TypeAlias = Mapping[str, Any]
 Parts: TypeAlias = dict[str, Any]  # fields of an Example
 
-LETTERS: Final = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-_LETTER: Final = re.compile(r"[(\[]?([A-Za-z])[)\].:]*")
 _ROLES: Final = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
     "system": "system",
@@ -92,13 +89,9 @@ def _read_choices(row: Row) -> Parts | None:
     choices = row["choices"]
     if not _are_texts(row, "question") or not _is_texts(choices):
         return None
-    readings = set(read_answer(choices, row["answer"]).values())
+    readings = set(read_answer(row).values())
     if len(readings) != 1:
-        how = "could mean several choices" if readings else "is none of the choices"
-        raise ReferenceSetError(
-            f"has the answer {row['answer']!r}, which {how} of {list(choices)!r}; give its index, "
-            f"from 0"
-        )
+        raise ReferenceSetError(describe_answer(row))
     right = choices[readings.pop()]
     wrong = tuple(dict.fromkeys(f" {choice}" for choice in choices if choice != right))
     return {"prompt": cloze(row["question"]), "completion": f" {right}", "distractors": wrong}
@@ -177,8 +170,8 @@ def read_form(row: Row, columns: Mapping[str, str] | None = None) -> Parts:
         ReferenceSetError: The row fits no form; the message is the end of a sentence.
     """
     columns = columns or {}
-    given = rename(row, columns)
-    given = {name: value for name, value in given.items() if value is not None}
+    given: Row = rename(row, columns)
+    given = find_choices({name: value for name, value in given.items() if value is not None})
     for form in FORMS:
         if set(columns) <= {*form.needs, *form.may} and all(name in given for name in form.needs):
             parts = form.read(given)
@@ -222,30 +215,6 @@ def check_columns(columns: Mapping[str, str], fields: Sequence[str] = FIELDS) ->
                 f"There is no field {name!r}.{hint} Known: {', '.join(fields)}. A column is named "
                 f"as FIELD=COLUMN, for example {fields[-1]}=body."
             )
-
-
-def read_answer(choices: Sequence[str], answer: object) -> dict[str, int]:
-    """Return each way in which `answer` names one of the choices, and the index of that choice.
-
-    A number is an index from 0. A text is the text of a choice, its letter ("B", "(b)"), or an
-    index written in digits.
-    """
-    count = len(choices)
-    if isinstance(answer, int) and not isinstance(answer, bool):
-        return {"index": answer} if 0 <= answer < count else {}
-    if not isinstance(answer, str):
-        return {}
-    ways = {}
-    given = answer.strip()
-    same = [place for place, choice in enumerate(choices) if choice.strip() == given]
-    letter = _LETTER.fullmatch(given)
-    if same:
-        ways["text"] = same[0]
-    if letter and LETTERS.index(letter[1].upper()) < count:
-        ways["letter"] = LETTERS.index(letter[1].upper())
-    if given.isdecimal() and int(given) < count:
-        ways["index"] = int(given)
-    return ways
 
 
 def _are_texts(row: Row, *names: str) -> bool:

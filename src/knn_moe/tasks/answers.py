@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from knn_moe.errors import ModelError
 from knn_moe.reference.choices import count_characters
+from knn_moe.reference.quiz import LETTERS
 from knn_moe.tasks.generation import generate_tokens
 from knn_moe.tasks.kinds import Choice, count_choices
 from knn_moe.tasks.likelihood import choice_scores, mean_losses, token_losses
-from knn_moe.tasks.prompts import LETTERS
 from knn_moe.tasks.questions import Question, pad_choices
 from knn_moe.tasks.sample import Sample
 from knn_moe.tasks.task import GENERATION, LIKELIHOOD, Task

@@ -11,12 +11,14 @@ import os
 import random
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, TypeVar
 
-from knn_moe.errors import MissingDependencyError, TaskDataError
-from knn_moe.support.files import read_lines
+from knn_moe.errors import MissingDependencyError, ReferenceSetError, TaskDataError
+from knn_moe.reference import files
+from knn_moe.reference.quiz import choose_answers, find_choices
 from knn_moe.support.hub import hub_or_cache
 from knn_moe.tasks.task import Hub, Package, Row, Task
 
@@ -70,26 +72,50 @@ def load_task(task: Task, source: str | Path | None = None, *, reference: bool =
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Read JSON lines, gzipped or not.
+    """Read the rows of a file: .jsonl, .json, .csv, .tsv, .parquet, or text.
+
+    The right choice of a question becomes an index, however it is written. A text is read by its
+    paragraphs, short ones together with the next.
 
     Raises:
-        TaskDataError: The file cannot be read, or a line is not a JSON object, or there is none.
+        TaskDataError: The file cannot be read, or holds something that is not a row.
     """
-    lines = read_lines(path, TaskDataError)
-    rows = [_parse_row(path, number, line) for number, line in lines]
-    if not rows:
-        raise TaskDataError(f"{str(path)!r} has no rows.")
-    return rows
-
-
-def _parse_row(path: Path, number: int, line: str) -> Row:
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise TaskDataError(f"{path.name}, line {number}, is not JSON: {error.msg}.") from None
-    if not isinstance(row, dict):
-        raise TaskDataError(f"{path.name}, line {number}, is {type(row).__name__}, not an object.")
-    return row
+        file = files.open_file(path)
+        items = list(files.read_file(file))
+    except ReferenceSetError as error:
+        raise TaskDataError(str(error)) from None
+    if file.format in files.TEXT:
+        return _join_paragraphs([item.value for item in items])
+    return choose_answers([_read_row(item) for item in items])
+
+
+def _read_row(item: files.Item) -> Row:
+    if not isinstance(item.value, dict):
+        raise TaskDataError(
+            f"{item.place}: must be an object, which has columns; got {type(item.value).__name__}."
+        )
+    row = find_choices({name: cell for name, cell in item.value.items() if cell is not None})
+    if isinstance(row.get("tests"), str):  # the cell of a table
+        with suppress(ValueError):
+            row = {**row, "tests": json.loads(row["tests"])}
+    number = row.get("answer")
+    if "choices" in row or isinstance(number, bool) or not isinstance(number, int | float):
+        return row
+    return {**row, "answer": str(number)}
+
+
+def _join_paragraphs(paragraphs: Sequence[str]) -> list[Row]:
+    """Make rows of a text that are long enough to be told from others; in all they are the text."""
+    rows: list[str] = []
+    for paragraph in paragraphs:
+        if rows and len(_letters(rows[-1])) < _LONG:
+            rows[-1] += f"{paragraph}\n\n"
+        else:
+            rows.append(f"{paragraph}\n\n")
+    if rows[1:] and len(_letters(rows[-1])) < _LONG:
+        rows[-2] += rows.pop()
+    return [{"text": text} for text in rows]
 
 
 def _from_folder(task: Task, folder: Path, reference: bool) -> TaskData:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
+from knn_moe.reference.forms import cloze
+from knn_moe.reference.quiz import LETTERS, describe_answer
 from knn_moe.tasks import prompts
 from knn_moe.tasks.parsing import (
     complete_function,
@@ -50,9 +52,11 @@ class Choice:
         if not isinstance(row.get("question"), str) or not _is_texts(choices):
             return 'needs a "question" and a list of "choices"'
         count = len(choices)  # type: ignore[arg-type]  # just checked
-        if not 2 <= count <= len(prompts.LETTERS):
-            return f"has {count} choices; a question needs 2 to {len(prompts.LETTERS)}"
+        if not 2 <= count <= len(LETTERS):
+            return f"has {count} choices; a question needs 2 to {len(LETTERS)}"
         answer = row.get("answer")
+        if isinstance(answer, str):
+            return describe_answer(row)
         if not isinstance(answer, int) or isinstance(answer, bool) or not 0 <= answer < count:
             return f'needs the "answer" as a number from 0 to {count - 1}, has {answer!r}'
         return None
@@ -67,14 +71,14 @@ class Choice:
         return prompts.answer_line(row["answer"])
 
     def options(self, row: Row) -> Options:
-        question = row["question"] if self.bare else prompts.cloze(row["question"])
+        question = row["question"] if self.bare else cloze(row["question"])
         return Options(question, tuple(f" {choice}" for choice in row["choices"]), row["answer"])
 
     def judge(self, output: str, row: Row) -> Verdict:
         chosen = parse_letter(output, len(row["choices"]))
         if chosen is None:
             return _NO_ANSWER
-        return Verdict(prompts.LETTERS[chosen], float(chosen == row["answer"]))
+        return Verdict(LETTERS[chosen], float(chosen == row["answer"]))
 
 
 @dataclass(frozen=True)

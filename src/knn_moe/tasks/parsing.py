@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Final
 
-from knn_moe.tasks.prompts import LETTERS
+from knn_moe.reference.quiz import LETTERS
 
 # GPT-OSS, with its special tokens, and without them.
 _FINAL: Final = re.compile(r"<\|channel\|>\s*final\b[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>")

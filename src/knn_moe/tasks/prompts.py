@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from knn_moe.errors import ConfigError
-
-LETTERS: Final = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+from knn_moe.reference.quiz import LETTERS
 
 
 @dataclass(frozen=True)
@@ -56,11 +54,6 @@ def answer_line(answer: int) -> str:
     if not 0 <= answer < len(LETTERS):
         raise ConfigError(f"answer must be 0 to {len(LETTERS) - 1}, got {answer}.")
     return f"The correct answer is ({LETTERS[answer]})."
-
-
-def cloze(question: str) -> str:
-    """Return the context that each choice follows, as " " + choice, when scored by likelihood."""
-    return f"Question: {question}\nAnswer:"
 
 
 def word_problem(question: str) -> str:

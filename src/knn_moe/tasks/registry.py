@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from knn_moe.errors import TaskError
+from knn_moe.reference.files import find_format
 from knn_moe.support.registry import Registry
 from knn_moe.tasks.catalogue import TASKS
 from knn_moe.tasks.data import TaskData, check_data, load_task, read_rows
@@ -43,7 +44,8 @@ def find_task(name: str) -> Task:
         TaskError: There is none; the message names the closest match.
     """
     return all_tasks().find(
-        name, hint=" Or name a file: my_task.py, which defines TASK, or questions.jsonl."
+        name,
+        hint=" Or name a file: my_task.py, which defines TASK, or questions.jsonl (.csv, …).",
     )
 
 
@@ -51,7 +53,7 @@ def open_task(name: str, source: str | Path | None = None, *, reference: bool = 
     """Load the rows of a task.
 
     Args:
-        name: The name of a task, a .py file that defines TASK, or a .jsonl file of rows.
+        name: The name of a task, a .py file that defines TASK, or a file of rows or of text.
         source: As for `load_task`. Rows beside a .py file come first.
         reference: Whether the reference set is needed too.
 
@@ -64,7 +66,7 @@ def open_task(name: str, source: str | Path | None = None, *, reference: bool = 
         beside = any(path.parent.glob(f"{task.files}_{task.splits[0]}.jsonl*"))
         default = path.parent if beside or task.hub is None else None
         return load_task(task, source or default, reference=reference)
-    if ".jsonl" in path.suffixes:
+    if find_format(path) is not None:
         return _open_rows(path, reference)
     return load_task(find_task(name), source, reference=reference)
 
@@ -88,7 +90,7 @@ def _import_task(path: Path) -> Task:
 
 
 def _open_rows(path: Path, reference: bool) -> TaskData:
-    """Open a file of rows of one kind. NAME_ref.jsonl beside it is the reference set."""
+    """Open a file of rows of one kind. NAME_ref beside it, of any format, is the reference set."""
     if not path.is_file():
         raise TaskError(f"No file {str(path)!r}.")
     rows = read_rows(path)
@@ -99,12 +101,36 @@ def _open_rows(path: Path, reference: bool) -> TaskData:
             f"question and answer; prompt and tests; or text. The first row has: "
             f"{', '.join(rows[0])}."
         )
-    stem, _, ending = path.name.partition(".jsonl")
-    stem = stem.removesuffix("_test")
-    beside = path.with_name(f"{stem}_ref.jsonl{ending}")
+    stem = _stem(path).removesuffix("_test")
+    beside = _find_beside(path, f"{stem}_ref")
     secret = stem in TASKS and TASKS[stem].secret
     task = Task(name=stem, title=path.name, kind=kind, files=stem, secret=secret)
-    reference_rows = read_rows(beside) if reference and beside.is_file() else []
+    reference_rows = read_rows(beside) if reference and beside is not None else []
     data = TaskData(task, rows, reference_rows, path.name)
-    check_data(data, path.name, beside.name)
+    check_data(data, path.name, beside.name if beside is not None else "")
     return data
+
+
+def _stem(path: Path) -> str:
+    """Return the name of a file without its endings."""
+    name = Path(path.stem) if path.suffix.lower() == ".gz" else path
+    return name.stem
+
+
+def _find_beside(path: Path, stem: str) -> Path | None:
+    """Return the file called `stem` beside `path`.
+
+    Raises:
+        TaskError: There are several, of different formats.
+    """
+    found = [
+        each
+        for each in sorted(path.parent.iterdir())
+        if find_format(each) is not None and _stem(each) == stem
+    ]
+    if len(found) > 1:
+        raise TaskError(
+            f"The reference set of {path.name!r} could be "
+            f"{' or '.join(each.name for each in found)}. Keep one of them beside it."
+        )
+    return found[0] if found else None

@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from knn_moe.tasks.prompts import LETTERS
+from knn_moe.reference.quiz import LETTERS
 
 NEAR_TIE: Final = 1e-3  # nats: rounding, such as by another batch size, may flip such a choice
 
