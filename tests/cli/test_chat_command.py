@@ -28,8 +28,8 @@ TEMPLATE = (
 )
 # A process in the background may have inherited that Ctrl-C is ignored.
 _RUN = (
-    "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
-    "from knn_moe.cli.main import main; main(sys.argv[1:])"
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
+    "from knn_moe.cli.main import main; main()"
 )
 
 

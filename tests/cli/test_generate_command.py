@@ -15,12 +15,6 @@ from click.testing import CliRunner, Result
 from helpers.commands import assert_refused
 from knn_moe.cli.main import main
 
-# A process in the background may have inherited that Ctrl-C is ignored.
-_RUN = (
-    "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
-    "from knn_moe.cli.main import main; main(sys.argv[1:])"
-)
-
 
 def generate(*arguments: str, given: bytes = b"") -> Result:
     return CliRunner().invoke(main, ["generate", "tiny-olmoe", *arguments], input=given)
@@ -53,7 +47,7 @@ def test_a_text_that_the_context_cuts_short_is_announced() -> None:
 def generating() -> Iterator[subprocess.Popen[bytes]]:
     """Start a long text in a process of its own, and wait for its first character."""
     arguments = ("generate", "tiny-olmoe", "A fever is", "--max-new-tokens", "1000")
-    command = [sys.executable, "-c", _RUN, *arguments]
+    command = [sys.executable, "-m", "knn_moe.cli.main", *arguments]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, bufsize=0) as process:
         assert process.stdout is not None
