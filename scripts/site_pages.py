@@ -1,7 +1,7 @@
 """MkDocs hook: make pages of the files in the repository root, and list the command pages.
 
 README.md becomes the first page; CHANGELOG.md, CONTRIBUTING.md and experiments/README.md become
-pages too, with their links rewritten.
+pages too, with their links rewritten. The notebook is a file to download.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ _PAGES: Final = {
     "CONTRIBUTING.md": "contributing.md",
     "experiments/README.md": "experiments.md",
 }
+_FILES: Final = ("examples/adapt.ipynb",)
 _LINK: Final = re.compile(r"(\]\()([^)#:\s]+)((?:#[^)]*)?\))")
 
 
@@ -39,10 +40,12 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages that are made of files outside docs/."""
+    """Add the pages that are made of files outside docs/, and the files that are copied."""
     for source, page in _PAGES.items():
         text = (ROOT / source).read_text(encoding="utf8")
         files.append(File.generated(config, page, content=rewrite_links(text, Path(source).parent)))
+    for name in _FILES:
+        files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
     return files
 
 
@@ -50,6 +53,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Point links of docs/*.md to files in the repository root at their pages."""
     for source, target in _PAGES.items():
         markdown = markdown.replace(f"](../{source}", f"]({target}")
+    for name in _FILES:
+        markdown = markdown.replace(f"](../{name}", f"]({name}")
     return markdown
 
 
