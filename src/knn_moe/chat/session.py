@@ -69,11 +69,16 @@ class Session:
         Raises:
             ConfigError: There is no memory of such a name.
         """
-        if name is not None and name not in self.memories:
-            if not self.memories:
-                raise ConfigError("There is no memory. Name one at the start, with --memory.")
-            raise ConfigError(unknown_name("memory", name, self.memories))
+        if name is not None:
+            self.check_memories()
+            if name not in self.memories:
+                raise ConfigError(unknown_name("memory", name, self.memories))
         self.memory = name
+
+    def check_memories(self) -> None:
+        """Raise ConfigError if there are none."""
+        if not self.memories:
+            raise ConfigError("There is no memory. Name one at the start, with --memory.")
 
     def prompt(self, message: str) -> Prompt:
         """Return what the model reads to answer `message`. The oldest turns may go for it.

@@ -237,16 +237,13 @@ class _Chat:
     def choose(self, name: str) -> None:
         """Use the memory `name`, or list all."""
         session = self._session
+        session.check_memories()
         if name:
             session.use(name)
             print_note(f"Replies use the memory {name}.")
-        elif session.memories:
-            marked = [
-                f"{one} (in use)" if one == session.memory else one for one in session.memories
-            ]
-            print_text("\n".join(marked))
-        else:
-            session.use("")  # says that there is none
+            return
+        used = [" (in use)" * (one == session.memory) for one in session.memories]
+        print_text("\n".join(map(str.__add__, session.memories, used)))
 
     def turn_off(self, _: str) -> None:
         """Use the model alone."""
@@ -255,8 +252,7 @@ class _Chat:
 
     def compare(self, _: str) -> None:
         """Begin or end showing the model alone beside each reply."""
-        if not self._session.memories:
-            self._session.use("")
+        self._session.check_memories()
         self._compares = not self._compares
         which = "also shown by the model alone" if self._compares else "shown once"
         off = self._compares and self._session.memory is None
