@@ -242,8 +242,8 @@ class _Chat:
             session.use(name)
             print_note(f"Replies use the memory {name}.")
             return
-        used = [" (in use)" * (one == session.memory) for one in session.memories]
-        print_text("\n".join(map(str.__add__, session.memories, used)))
+        for one in session.memories:
+            print_text(f"{one} (in use)" if one == session.memory else one)
 
     def turn_off(self, _: str) -> None:
         """Use the model alone."""
