@@ -128,6 +128,18 @@ def test_filters_keep_what_they_say(page: Page, runs: Path) -> None:
         assert status(page) == f"{len(names)} of 24 questions"
 
 
+def test_a_count_of_gained_questions_leads_to_them(page: Page, runs: Path) -> None:
+    by_method = samples_of(runs, "quiz")
+    base, other = ({x.id: x.score for x in by_method[name].samples} for name in METHODS[::2])
+    gained = {name for name in other if other[name] > base[name]}
+    row = (
+        page.locator("#table-changes tbody tr").filter(has_text=METHODS[2]).filter(has_text="quiz")
+    )
+    row.get_by_role("button", name=f"{len(gained)}: show the questions of quiz").first.click()
+    assert set(shown_ids(page)) == gained
+    assert page.get_by_label("Answers of").input_value() == "2"
+
+
 def test_search_finds_text_and_marks_it(page: Page) -> None:
     choose(page, task="quiz")
     search = page.get_by_label("Search")

@@ -250,6 +250,30 @@
     $(".found").scrollIntoView({ block: "start" });
   }
 
+  // A count of questions that a method gained or lost leads to these questions.
+  function lead(row) {
+    const [of, by, gained, lost] = row.cells;
+    for (const [cell, name] of [[gained, "gained"], [lost, "lost"]]) {
+      if (cell.dataset.value === "0") continue;
+      const button = make("button", "lead", ...cell.childNodes);
+      button.type = "button";
+      button.setAttribute("aria-label", `${button.textContent.trim()}: show the questions of ${of.dataset.value} that ${by.dataset.value} ${name}`);
+      button.addEventListener("click", () => {
+        task.value = [...task.options].findIndex((one) => one.textContent === of.dataset.value);
+        search.value = "";
+        choose();
+        method.value = data.methods.indexOf(by.dataset.value);
+        show.value = "all";
+        offer();
+        show.value = name;
+        find();
+        viewer.scrollIntoView();
+        show.focus({ preventScroll: true });
+      });
+      cell.append(button);
+    }
+  }
+
   let waiting;
   search.addEventListener("input", () => {
     clearTimeout(waiting);
@@ -264,6 +288,7 @@
   $(".save").addEventListener("click", save);
   $(".previous").addEventListener("click", () => turn(-1));
   $(".next").addEventListener("click", () => turn(1));
+  document.querySelectorAll("#table-changes tbody tr").forEach(lead);
   form.hidden = false;
   $(".found").hidden = false;
   choose();
