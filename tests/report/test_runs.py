@@ -163,6 +163,7 @@ def test_an_introduction_has_a_title_text_and_passages() -> None:
     introduction = Introduction("A title", ("A headline.", "A story."), (passage,))
     page = Page(render_runs(make_runs(), "zero-shot", 100, introduction))
     assert "A title" in page.text
+    assert "kNN-MoE: A title (tiny-olmoe on demo)" in page.text
     assert len(page.with_class("headline")) == 1
     assert "The with statement\n" in page.text
     assert [attrs["class"] for attrs in page.with_class("t")][-4:] == [

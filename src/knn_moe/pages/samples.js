@@ -156,7 +156,7 @@
   }
 
   function sample(question, shown) {
-    const byChoice = question.answers[0].likelihoods !== undefined;
+    const byChoice = question.answers.every((answer) => answer.likelihoods);
     const title = make("h3", "", make("span", "", ...marked(question.id)));
     if (!isText()) shown.forEach((place) => title.append(make("span", "", make("span", "name", `${data.methods[place]} `), verdict(question.answers[place]))));
     const card = make("article", "sample", title);

@@ -50,8 +50,10 @@ def render_runs(
     tasks = list(dict.fromkeys(line.task for line in lines))
     runs = sorted(runs, key=lambda run: tasks.index(run.task))
     routing = {(run.task, run.method): means for run in runs if (means := mean_routing(run))}
+    own = _introduce(runs, against)
     context = {
-        "introduction": introduction or _introduce(runs, against),
+        "introduction": introduction or own,
+        "title": f"{introduction.title} ({own.title})" if introduction else own.title,
         "runs": runs,
         "against": against,
         "text": TEXT,
