@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from knn_moe.explain.reader import colour
 from knn_moe.pages import words
 from knn_moe.pages.page import write_page
-from knn_moe.report.passages import colour
 
 SPACE = "\N{NARROW NO-BREAK SPACE}"
 

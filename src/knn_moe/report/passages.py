@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from knn_moe.explain.explanation import ExplainedToken
-from knn_moe.explain.reader import FACTORS as FACTORS
 from knn_moe.explain.reader import ShownPassage, show_tokens
 
 

@@ -11,9 +11,10 @@ from typing import Any, Final
 
 from knn_moe.evaluation.compare import AVERAGE, Line, compare_runs, explain_doubts
 from knn_moe.evaluation.store import Run
+from knn_moe.explain.reader import FACTORS
 from knn_moe.pages.page import render
 from knn_moe.report import figures, tables
-from knn_moe.report.passages import FACTORS, Passage, show_passage
+from knn_moe.report.passages import Passage, show_passage
 from knn_moe.report.samples import show_samples
 from knn_moe.tasks.task import TEXT
 
