@@ -343,7 +343,7 @@ def _show_search(bench: SearchBench, rows: list[SearchMeasure]) -> None:
         )
         for row in rows
     ]
-    print_table(title, columns, cells)
+    print_table(title, columns, cells, names=3)
     rates = rows[0].rates
     click.echo(
         f"× exact: how many times faster than the exact search. Floor: reading the fewest bytes at "
@@ -378,7 +378,8 @@ def _show_steps(bench: StepBench, rows: list[StepMeasure]) -> None:
         )
         for row in sorted(rows, key=lambda row: steps.index(row.what))
     ]
-    print_table(title, ("step", "index", "ms", "over the model alone", "GB", "over"), cells)
+    columns = ("step", "index", "ms", "over the model alone", "GB", "over")
+    print_table(title, columns, cells)
 
 
 def _over(ratio: float | None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,9 +12,10 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
-from rich.table import Table
-from rich.text import Text
 
+from knn_moe.cli.tables import plain as plain
+from knn_moe.cli.tables import print_paragraph as print_paragraph
+from knn_moe.cli.tables import print_table as print_table
 from knn_moe.errors import ConfigError
 from knn_moe.routers import load
 from knn_moe.support.embedded_models import EMBEDDED_MODELS
@@ -125,39 +126,9 @@ def print_text(text: str, *, nl: bool = True) -> None:
     click.echo(printable(text), nl=nl)
 
 
-def print_table(
-    title: str | None, columns: Sequence[str], rows: Sequence[Sequence[object]]
-) -> None:
-    """Print a table to stdout, numbers right-aligned, under a title of one line."""
-    table = Table(header_style="bold")
-    for place, column in enumerate(columns):
-        numeric = all(_is_number(row[place]) for row in rows)
-        table.add_column(plain(column), justify="right" if numeric else "left")
-    for row in rows:
-        table.add_row(*(plain(cell) for cell in row))
-    console = Console(highlight=False, width=None if Console().is_terminal else 160)
-    if title is not None:
-        console.print(plain(title), style="italic", soft_wrap=True)
-    console.print(table)
-
-
-def _is_number(cell: object) -> bool:
-    text = str(cell).replace(",", "").replace("%", "").replace("×", "").strip()
-    try:
-        float(text.split()[0] if text else "x")
-    except ValueError:
-        return text in ("", "-")
-    return True
-
-
 def print_note(text: str) -> None:
     """Print a sentence to stderr, so that stdout holds results only."""
     log.print(plain(text), soft_wrap=True)
-
-
-def plain(text: object) -> Text:
-    """Return text for rich that is neither markup nor a command to the terminal."""
-    return Text(printable(str(text)))
 
 
 def show_written(memory: RoutingMemory, folder: Path, *, as_json: bool, **facts: object) -> None:

@@ -16,7 +16,7 @@ from knn_moe.cli.common import (
     against_option,
     json_option,
     print_json,
-    print_note,
+    print_paragraph,
     print_table,
     print_text,
 )
@@ -97,18 +97,18 @@ def _show_lines(lines: Sequence[Line], against: str) -> None:
     tasks = [line for line in lines if line.task != "Avg."]
     tested = {line.task for line in tasks if line.change}
     if len(tested) > 1:
-        print_note(
+        print_paragraph(
             f"{len(tested)} tasks were tested, and by chance alone one in twenty has p < 0.05. "
             f"p (Holm) corrects for that."
         )
     near_ties = sum(line.near_ties for line in tasks)
     if near_ties:
-        print_note(
+        print_paragraph(
             f"{near_ties} choices are decided by less than rounding errors. Another batch size may "
             f"give other scores for them."
         )
     for doubt in explain_doubts(lines):
-        print_note(doubt)
+        print_paragraph(doubt)
 
 
 def _cells(line: Line) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from knn_moe.cli.common import (
     pick_given,
     print_json,
     print_note,
+    print_paragraph,
     print_table,
     program_options,
     show_progress,
@@ -125,7 +126,7 @@ def tables_command(
         rows = [[cell.text for cell in row] for row in table.rows]
         print_table(table.title, table.columns, rows)
         for note in table.notes:
-            print_note(note)
+            print_paragraph(note)
 
 
 def _reproduce(tables: tuple[str, ...], output: Path, options: dict[str, Any]) -> list[Table]:
