@@ -49,17 +49,25 @@ class CleanEnvironment:
         """The folder that commands run in."""
         return self.folder / "work"
 
-    def run(self, command: str) -> subprocess.CompletedProcess[str]:
-        """Run a line of bash as a new user would, offline."""
+    def run(self, command: str, typed: str = "") -> subprocess.CompletedProcess[str]:
+        """Run a line of bash as a new user would, offline, with `typed` as standard input.
+
+        Of programs there are the system's, and what the wheel has put beside Python.
+        """
         environment = {
             "HOME": str(self.folder / "home"),
-            "PATH": f"{self.folder / 'venv' / 'bin'}:{os.environ['PATH']}",
+            "PATH": f"{self.folder / 'venv' / 'bin'}:/usr/bin:/bin",
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
         }
         if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
             environment["ATEN_CPU_CAPABILITY"] = capability
-        line = ["bash", "-euo", "pipefail", "-c", command]
         return subprocess.run(
-            line, cwd=self.work, env=environment, capture_output=True, text=True, check=False
+            ["/bin/bash", "-euo", "pipefail", "-c", command],
+            cwd=self.work,
+            env=environment,
+            input=typed,
+            capture_output=True,
+            text=True,
+            check=False,
         )
