@@ -111,6 +111,20 @@ def model_options(command: F) -> F:
     return device_option(dtype_option(command))
 
 
+def complete_tasks(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
+    """Return the tasks whose names begin so, for a shell."""
+    from knn_moe.tasks import all_tasks
+
+    return [name for name in all_tasks() if name.startswith(begun)]
+
+
+def complete_methods(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
+    """Return the methods whose names begin so, for a shell."""
+    from knn_moe.methods.catalogue import METHODS
+
+    return [name for name in METHODS if name.startswith(begun)]
+
+
 def pick_given(options: Mapping[str, Any], *names: str) -> dict[str, Any]:
     """Return the options called `names` that have a value, for a config to fill in the rest."""
     return {name: options[name] for name in names if options[name] not in (None, ())}

@@ -13,6 +13,8 @@ from knn_moe.cli.common import (
     PATH,
     POSITIVE,
     batch_size_option,
+    complete_methods,
+    complete_tasks,
     data_option,
     evaluation_dtype,
     json_option,
@@ -43,6 +45,7 @@ Chosen: TypeAlias = tuple[str, str | None]  # a method's name, and a control of 
     "--task",
     "tasks",
     multiple=True,
+    shell_complete=complete_tasks,
     help="Evaluate on this task: a name from --list, or a file of questions or of text (.jsonl, "
     ".json, .csv, .tsv, .parquet, .txt or .md). Can be repeated.",
 )
@@ -51,6 +54,7 @@ Chosen: TypeAlias = tuple[str, str | None]  # a method's name, and a control of 
     "--method",
     "methods",
     multiple=True,
+    shell_complete=complete_methods,
     help="Evaluate this method from --list. Can be repeated. Default: zero-shot and knn.",
 )
 @click.option(

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import click
 
+from knn_moe.cli import config_file
 from knn_moe.cli.program import EXIT_CODE, Program
 from knn_moe.errors import KnnMoeError
 from knn_moe.support.registry import unknown_name
@@ -52,6 +53,8 @@ class Commands(click.Group):
             ctx.fail(unknown_name("command", cmd_name, COMMANDS))
         module = importlib.import_module(f"knn_moe.cli.{cmd_name}")
         command: click.Command = module.command
+        if cmd_name in config_file.COMMANDS:
+            config_file.accept_config(command)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

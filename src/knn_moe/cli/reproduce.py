@@ -11,6 +11,7 @@ from knn_moe.cli.common import (
     PATH,
     POSITIVE,
     batch_size_option,
+    complete_tasks,
     data_option,
     evaluation_dtype,
     json_option,
@@ -56,8 +57,14 @@ def command() -> None:
 command.add_command(pretrained)
 
 
+def _complete_tables(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
+    from knn_moe.reproduce.catalogue import ALL, TABLES
+
+    return [name for name in (ALL, *TABLES) if name.startswith(begun)]
+
+
 @command.command(name="tables")
-@click.argument("tables", nargs=-1)
+@click.argument("tables", nargs=-1, shell_complete=_complete_tables)
 @click.option("--list", "list_tables", is_flag=True, help="List the tables.")
 @click.option("-o", "--output", type=PATH, help="Write tables and runs to this folder.")
 @click.option(
@@ -71,6 +78,7 @@ command.add_command(pretrained)
     "--task",
     "tasks",
     multiple=True,
+    shell_complete=complete_tasks,
     help="Use this task. Can be repeated. Default: mmlu, medmcqa and text_medical.",
 )
 @data_option
