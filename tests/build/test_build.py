@@ -9,6 +9,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import datasets
+import pandas
 import pytest
 import torch
 from torch import nn
@@ -50,6 +52,19 @@ def test_the_papers_preset(zoo_olmoe: PreTrainedModel, zoo_tokenizer: object) ->
     assert memory.routing == RoutingConfig(k=1, similarity="rbf")
     assert build_memory(zoo_olmoe, zoo_tokenizer, TEXTS).build == memory.build
     assert set(PRESETS) == {"paper"}
+
+
+def test_tables_are_built_as_lists_are(zoo_olmoe: PreTrainedModel, zoo_tokenizer: object) -> None:
+    expected = build_memory(zoo_olmoe, zoo_tokenizer, TEXTS).provenance
+    columns = {"text": TEXTS, "id": list(range(len(TEXTS)))}
+    for table in (pandas.DataFrame(columns), datasets.Dataset.from_dict(columns)):
+        assert build_memory(zoo_olmoe, zoo_tokenizer, table).provenance.stream.equal(
+            expected.stream
+        )
+    unnamed = pandas.DataFrame({"body": TEXTS})
+    for wrong, message in ((unnamed, "has 'body'"), (Example("", "3"), "got Example")):
+        with pytest.raises(ReferenceSetError, match=message):
+            build_memory(zoo_olmoe, zoo_tokenizer, wrong)  # type: ignore[arg-type]
 
 
 def test_batches_change_nothing_but_rounding(

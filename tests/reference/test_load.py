@@ -68,6 +68,12 @@ def test_rows_of_every_format(name: str, ending: str, tmp_path: Path) -> None:
     assert load_examples(path.rename(tmp_path / f"REF.{name.upper()}{ending}")) == EXAMPLES
 
 
+def test_a_table_with_semicolons(tmp_path: Path) -> None:
+    """Where a comma is part of a number, spreadsheets write semicolons."""
+    path = write(tmp_path / "ref.csv", '\ufeffprompt;completion\n3,1;"4;"\n')
+    assert load_examples(path) == [Example("3,1", "4;")]
+
+
 def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_parquet(tmp_path / "ref.parquet")
     assert load_examples(path) == EXAMPLES
@@ -262,7 +268,8 @@ def test_what_holds_no_examples_is_refused(given: Any, message: str) -> None:
         ("r.json", b"17", "must hold a list, not int"),
         ("r.csv", b"text,id\n3,1\n4\n", r"r\.csv, line 3: has 1 cells, and the first row has 2"),
         ("r.csv", b"text,id\n3,1\n4,5,6\n", "line 3: has 3 cells"),
-        ("r.csv", b'text\n3\n"4\n5\n', "line 4: unexpected end of data"),
+        ("r.csv", b'text\n3\n"4\n5\n', "line 3: unexpected end of data"),
+        ("r.csv", b'body\n"3\n4"\n', r"r\.csv, line 2: needs .*; has 'body'"),
         ("r.csv", b"text,text\n3,4\n", "must name the columns, each differently"),
         ("r.csv", b"first text\nsecond text\n", r"line 2: needs .*; has 'first text' \(str\)"),
         ("r.jsonl.gz", b"", "is empty: it has no rows"),

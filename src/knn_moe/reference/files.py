@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple, TextIO, cast
 
@@ -235,11 +236,14 @@ def _read_table(file: DataFile) -> Iterator[Item]:
     """Yield the rows of a .csv or .tsv file by the names in its first row."""
     csv.field_size_limit(sys.maxsize)  # a text may be longer than the module's 128 KiB
     with _open_text(file, newline="") as text:
-        rows = csv.reader(text, delimiter="\t" if file.format == "tsv" else ",", strict=True)
+        first = text.readline()
+        rows = csv.reader(chain([first], text), delimiter=_separator(file, first), strict=True)
         header: list[str] = []
+        before = 0  # lines that earlier rows took
         try:
             for cells in rows:
-                place = f"{file.name}, line {rows.line_num}"
+                place = f"{file.name}, line {before + 1}"
+                before = rows.line_num
                 if not header:
                     header = _check_header(place, cells)
                 elif len(cells) == len(header):
@@ -250,7 +254,14 @@ def _read_table(file: DataFile) -> Iterator[Item]:
                         f"Quote a cell that holds the separator or a new line."
                     )
         except csv.Error as error:
-            raise ReferenceSetError(f"{file.name}, line {rows.line_num}: {error}.") from None
+            raise ReferenceSetError(f"{file.name}, line {before + 1}: {error}.") from None
+
+
+def _separator(file: DataFile, header: str) -> str:
+    """Return what stands between cells; in some countries .csv files have semicolons."""
+    if file.format == "tsv":
+        return "\t"
+    return ";" if ";" in header and "," not in header else ","
 
 
 def _check_header(place: str, cells: list[str]) -> list[str]:
