@@ -82,7 +82,7 @@ def test_a_page(saved_model: Path, saved_memory: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     page.write_text("old")
     result = explain(saved_model, saved_memory, "-o", page)
-    assert "Wrote" in result.stderr
+    assert re.search(r"Wrote .*page\.html \(\d\.\d MB\)\.", result.stderr.replace("\n", " "))
     assert "Wrote" not in result.stdout
     html = page.read_text(encoding="utf8")
     assert "<html" in html

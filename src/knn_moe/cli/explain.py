@@ -80,7 +80,7 @@ def command(model: str, prompt: str, output: Path | None, as_json: bool, **optio
     chosen = replace(chosen, model=model, memory=f"the memory {options['memory']}")
     if output is not None:
         chosen.save(output)
-        print_note(f"Wrote {output}.")
+        print_note(f"Wrote {output} ({output.stat().st_size / 1e6:.1f} MB).")
     if as_json:
         print_json(chosen.to_dict())
     elif not explanation.layers:
