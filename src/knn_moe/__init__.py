@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from knn_moe.explain.explanation import Explanation as Explanation
     from knn_moe.inference.attach import Routing as Routing
     from knn_moe.inference.attach import attach as attach
-    from knn_moe.inference.attach import detach as detach
+    from knn_moe.inference.handle import detach as detach
     from knn_moe.inference.several import Memories as Memories
     from knn_moe.inference.several import attach_all as attach_all
     from knn_moe.labels.config import LabelConfig as LabelConfig
@@ -70,7 +70,7 @@ _HOMES: Final = {
     "compare_runs": "evaluation.compare",
     "compress": "adapt.compress",
     "control": "adapt.controls",
-    "detach": "inference.attach",
+    "detach": "inference.handle",
     "evaluate": "evaluation.evaluate",
     "find_routers": "routers.find",
     "label": "labels.label",

@@ -33,16 +33,9 @@ from knn_moe.inference.arguments import (
     check_model,
     open_memory,
 )
-from knn_moe.inference.attach import (
-    Handle,
-    InUse,
-    check_free,
-    check_last,
-    make_recall_hook,
-    read_sequences,
-    routers_for,
-)
+from knn_moe.inference.attach import make_recall_hook, routers_for
 from knn_moe.inference.forward_pass import ForwardPass, Rows
+from knn_moe.inference.handle import Handle, InUse, check_free, check_last, read_sequences
 from knn_moe.inference.hooks import HookStack, RecallHook, Selection
 from knn_moe.inference.language_head import Head, HeadHooks, make_head
 from knn_moe.inference.stats import RoutingStats, StatsByMemory

@@ -22,7 +22,7 @@ from knn_moe.build.optimise import optimise_routing
 from knn_moe.build.workspace import Workspace, partial_folder
 from knn_moe.config import PRESETS, BuildConfig, CalibrationConfig, as_json
 from knn_moe.errors import UnsupportedModelError
-from knn_moe.inference.attach import check_free
+from knn_moe.inference.handle import check_free
 from knn_moe.memory.files import refuse_existing
 from knn_moe.memory.memory import RoutingMemory
 from knn_moe.reference.choices import ChoiceTokens

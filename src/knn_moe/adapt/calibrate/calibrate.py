@@ -30,7 +30,8 @@ from knn_moe.adapt.calibrate.widths import DivergedError
 from knn_moe.build.build import choice_tokens
 from knn_moe.config import CalibrationConfig
 from knn_moe.errors import CalibrationError, ConfigError
-from knn_moe.inference.attach import check_belongs, check_free
+from knn_moe.inference.attach import check_belongs
+from knn_moe.inference.handle import check_free
 from knn_moe.memory.memory import RoutingMemory
 from knn_moe.reference.load import Examples, iter_examples
 from knn_moe.reference.provenance import owners

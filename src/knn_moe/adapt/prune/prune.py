@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from knn_moe.adapt.prune.by_loss import ScoredRecall, score_by_loss
 from knn_moe.equations.similarity import SIMILARITIES
 from knn_moe.errors import ConfigError, PruningError
-from knn_moe.inference.attach import check_belongs, check_free
+from knn_moe.inference.attach import check_belongs
+from knn_moe.inference.handle import check_free
 from knn_moe.memory.files import refuse_existing
 from knn_moe.memory.manifest import MemoryManifest, join_scores
 from knn_moe.memory.memory import RoutingMemory
