@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from transformers import PreTrainedModel
 
-from helpers.browser import SCHEMES, WIDTHS, assert_everything_fits, look_at
+from helpers.browser import (
+    SCHEMES,
+    WIDTHS,
+    assert_everything_fits,
+    assert_labels_are_apart,
+    look_at,
+)
 from helpers.explained import make_effect, make_prediction, make_token
 from helpers.html_page import Page, assert_self_contained
 from helpers.zoo import BUILD
@@ -283,6 +289,18 @@ def test_the_keyboard(explanation: Explanation, page_file: Path, chromium: Brows
         assert opened.startswith(f"Layer {layer} "), first
         page.keyboard.press("Escape")
         assert chosen(page) == []
+
+
+@pytest.mark.parametrize("layers", [1, 17, 48])
+def test_the_labels_of_many_layers_are_apart(
+    layers: int, chromium: Browser, tmp_path: Path
+) -> None:
+    token = replace(before(0.1, 0.2), effects=make_token("a", layers).effects)
+    Explanation(tuple(range(layers)), ((token,) * 300,)).save(tmp_path / "page.html")
+    with look_at(chromium, tmp_path / "page.html") as page:
+        page.wait_for_selector(CELLS)
+        assert_labels_are_apart(page)
+        assert_everything_fits(page)
 
 
 def test_without_scripts_the_text_is_there(page_file: Path, chromium: Browser) -> None:

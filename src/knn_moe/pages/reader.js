@@ -256,7 +256,7 @@
         y: { type: "band", domain: rows, label: null, padding: 0 },
         marks: [
           Plot.axisX([...places.keys()].filter((place) => place && place % step === 0), { tickSize: 3, tickFormat: String }),
-          Plot.axisY(rows.filter((row) => row < 0 || row % every === 0), { tickFormat: label, tickSize: 0 }),
+          Plot.axisY(rows.filter((row) => row < 0 || (row % every === 0 && (row || every === 1))), { tickFormat: label, tickSize: 0 }),
           Plot.cell(cells, { x: "place", y: "layer", inset: 0.4, rx: 1, fill: { value: (cell) => fillOf(passage, cell), scale: null } }),
         ],
       });
