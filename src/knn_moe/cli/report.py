@@ -21,12 +21,13 @@ from knn_moe.cli.common import FILE, FOLDER, against_option, print_note
 )
 @against_option
 def command(runs: Path, output: Path, against: str) -> None:
-    """Write an HTML page with the tables and plots of RUNS, a folder that eval wrote.
+    """Write an HTML page with the tables, charts and questions of RUNS, a folder that eval wrote.
 
     \b
     knn-moe report runs -o report.html
 
-    The page is one file and needs no network.
+    The page is one file and needs no network. It shows the questions of the tasks, except of those
+    whose authors ask that none be published: think of that before you publish it.
     """
     from knn_moe.evaluation.store import read_runs
     from knn_moe.pages.page import write_page

@@ -94,6 +94,21 @@
     return [box, more];
   }
 
+  // A name and what it names, which is below it in a box if it has several lines, as a program has.
+  function said(name, text) {
+    if (!text.includes("\n")) return make("p", "words", make("span", "name", `${name} `), ...marked(text));
+    return make("div", "", make("p", "words name", name), box(name, marked(text)));
+  }
+
+  // A box for a long text, which scrolls.
+  function box(name, parts) {
+    const node = make("div", "words output", ...parts);
+    node.tabIndex = 0;
+    node.setAttribute("role", "group");
+    node.setAttribute("aria-label", name);
+    return node;
+  }
+
   function verdict(answer) {
     if (isText()) return make("span", "name", `${number(answer.nll)} nats per token`);
     if (answer.score === 1) return make("span", "right", "✓ right");
@@ -143,13 +158,10 @@
       const answer = question.answers[place];
       const parts = [make("h4", "", data.methods[place], " ", verdict(answer))];
       if (isText()) parts.push(reading(question, place));
-      if (answer.parsed !== undefined) parts.push(make("p", "words", make("span", "name", "parsed answer "), ...marked(answer.parsed)));
+      if (answer.parsed !== undefined) parts.push(said("parsed answer", answer.parsed));
       if (answer.output !== undefined) {
-        const box = make("div", "words output", ...(answer.output.trim() ? marked(answer.output.trim()) : ["(nothing)"]));
-        box.tabIndex = 0;
-        box.setAttribute("role", "group");
-        box.setAttribute("aria-label", `Output of ${data.methods[place]}`);
-        parts.push(box);
+        const text = answer.output.trim();
+        parts.push(box(`Output of ${data.methods[place]}`, text ? marked(text) : ["(nothing)"]));
       }
       return make("div", "", ...parts);
     }));
@@ -161,7 +173,7 @@
     if (!isText()) shown.forEach((place) => title.append(make("span", "", make("span", "name", `${data.methods[place]} `), verdict(question.answers[place]))));
     const card = make("article", "sample", title);
     if (question.prompt !== undefined) card.append(...prompt(question.prompt));
-    if (question.answer !== undefined && !byChoice) card.append(make("p", "words", make("span", "name", "right answer "), ...marked(question.answer)));
+    if (question.answer !== undefined && !byChoice) card.append(said("right answer", question.answer));
     card.append(byChoice ? choices(question, shown) : outputs(question, shown));
     const near = shown.filter((place) => question.answers[place].near_tie).map((place) => data.methods[place]);
     if (near.length) card.append(make("p", "note", `Rounding may change the choice of ${near.join(" and ")}.`));

@@ -18,7 +18,7 @@ from knn_moe.report.passages import Passage, show_passage
 from knn_moe.report.samples import show_samples
 from knn_moe.tasks.task import TEXT
 
-_NAMED: Final = 3  # tasks in a title
+_NAMED: Final = 4  # tasks in a title
 
 
 @dataclass(frozen=True)
@@ -98,16 +98,16 @@ def _introduce(runs: Sequence[Run], against: str) -> Introduction:
     """Say what was evaluated, for a page without a story of its own."""
     models = ", ".join(dict.fromkeys(str(run.facts["model"]["name"]) for run in runs))
     tasks = list(dict.fromkeys(run.task for run in runs))
-    named, more = ", ".join(tasks[:_NAMED]), len(tasks) - _NAMED
-    several = f"{named} and {more} more task{'' if more == 1 else 's'}" if more > 0 else named
+    many = len(tasks) > _NAMED
+    named = f"{len(tasks)} tasks" if many else ", ".join(tasks)
     others = [name for name in dict.fromkeys(run.method for run in runs) if name != against]
     if others:
         compared = f"Compared with {against}: {', '.join(others)}."
     else:
         compared = f"The method {against}, compared with no other."
     paragraphs = [compared]
-    paragraphs += [f"The tasks are {', '.join(tasks)}."] if more > 0 else []
-    return Introduction(f"{models} on {several}", paragraphs)
+    paragraphs += [f"The tasks are {', '.join(tasks)}."] if many else []
+    return Introduction(f"{models} on {named}", paragraphs)
 
 
 def mean_routing(run: Run) -> dict[str, float]:
