@@ -5,8 +5,10 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +181,15 @@ def test_text_from_standard_input(stdin: Stdin) -> None:
         load_examples("-")
 
 
+def test_a_pipe_is_read_as_standard_input_is(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor() as pool:
+        pool.submit(pipe.write_text, CONTENTS["jsonl"], encoding="utf8")
+        found = ReferenceSet(Source(pipe))
+        assert [list(found), list(found)] == [EXAMPLES, EXAMPLES]
+
+
 TABLES: dict[str, Callable[[Any], Any]] = {
     "list": list,
     "generator": iter,
@@ -266,6 +277,9 @@ def test_what_holds_no_examples_is_refused(given: Any, message: str) -> None:
         ("r.json", b'[\n{"text": "3"},\n{"text" "4"}]', r"r\.json, line 3: not JSON"),
         ("r.json", b"[\n17\n]", r"r\.json, item 1: must be .*; got int"),
         ("r.json", b"17", "must hold a list, not int"),
+        ("r.json", b"[" * 100_000, r"r\.json: not JSON \(maximum recursion"),
+        ("r.jsonl", b'"3"\n' + b"[" * 100_000, r"line 2: not JSON \(maximum recursion"),
+        ("r.jsonl", b'{"text": "3 \\ud800"}', r"line 1: has half of a character, '\\ud800'"),
         ("r.csv", b"text,id\n3,1\n4\n", r"r\.csv, line 3: has 1 cells, and the first row has 2"),
         ("r.csv", b"text,id\n3,1\n4,5,6\n", "line 3: has 3 cells"),
         ("r.csv", b'text\n3\n"4\n5\n', "line 3: unexpected end of data"),

@@ -47,7 +47,7 @@ _DEMO_FILES: Final = {"paper", "calibrated", "runs", "report.html", _RESULT}
 @click.option(
     "--reference",
     type=click.Path(path_type=Path),
-    help="Your own text to remember: .jsonl, .jsonl.gz, .txt or .md.",
+    help="Your own text to remember: a file or a folder, as knn-moe build reads it.",
 )
 @click.option("--test", type=click.Path(path_type=Path), help="Your own text to test on.")
 @click.option(

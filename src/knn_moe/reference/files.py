@@ -70,8 +70,13 @@ def open_file(path: Path, given: str | None = None) -> DataFile:
     """Return the file at `path`, in the format `given` or in the one its ending says.
 
     Raises:
-        ReferenceSetError: The format is not known.
+        ReferenceSetError: The format is not known, or a pipe cannot be read.
     """
+    if not path.is_file():  # a pipe, as of <(command)
+        try:
+            return _hold(str(path), path.read_bytes(), given)
+        except OSError as error:
+            raise ReferenceSetError(f"Cannot read {str(path)!r}: {error}.") from None
     found = given or find_format(path)
     if found is None:
         raise ReferenceSetError(
@@ -87,12 +92,16 @@ def open_file(path: Path, given: str | None = None) -> DataFile:
 
 
 def open_stdin(given: str | None = None) -> DataFile:
-    """Read standard input, which is kept in memory, and return it as a file.
+    """Read standard input to its end and return it as a file."""
+    return _hold("standard input", sys.stdin.buffer.read(), given)
+
+
+def _hold(name: str, data: bytes, given: str | None) -> DataFile:
+    """Keep in memory what can be read only once.
 
     Without a format it is taken for JSON if it begins with "{" or "[", and else for text.
     """
-    data = sys.stdin.buffer.read()
-    return DataFile("standard input", given or _guess_format(data), lambda: io.BytesIO(data))
+    return DataFile(name, given or _guess_format(data), lambda: io.BytesIO(data))
 
 
 def _guess_format(data: bytes) -> str:
@@ -201,11 +210,11 @@ def _parse_lines(file: DataFile, lines: TextIO) -> Iterator[Item]:
             place = f"{file.name}, line {number}"
             try:
                 yield Item(place, json.loads(line))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ReferenceSetError(f"{place}: not JSON ({_reason(error)}).") from None
 
 
-def _reason(error: ValueError) -> str:
+def _reason(error: Exception) -> str:
     return error.msg if isinstance(error, json.JSONDecodeError) else str(error)
 
 
@@ -217,12 +226,13 @@ def _read_json(file: DataFile) -> Iterator[Item]:
         return
     try:
         found = json.loads(whole)
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data":  # after the first of several lines
+    except (ValueError, RecursionError) as error:
+        reason = _reason(error)
+        if reason == "Extra data":  # after the first of several lines
             yield from _parse_lines(file, io.StringIO(whole))
             return
-        place = f"{file.name}, line {error.lineno}"
-        raise ReferenceSetError(f"{place}: not JSON ({error.msg}).") from None
+        line = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise ReferenceSetError(f"{file.name}{line}: not JSON ({reason}).") from None
     if isinstance(found, dict):
         lists = (found[name] for name in _LISTS if isinstance(found.get(name), list))
         found = next(lists, [found])

@@ -26,9 +26,25 @@ class ReferenceSet(Iterable[Example]):
     def __iter__(self) -> Iterator[Example]:
         for place, value in self.source.items():
             try:
-                yield Example.of(value, self.columns)
+                example = Example.of(value, self.columns)
+                _check_characters(example)
             except ReferenceSetError as error:
                 raise ReferenceSetError(f"{place}: {error}.") from None
+            yield example
+
+
+def _check_characters(example: Example) -> None:
+    """Refuse halves of characters, which JSON can hold and tokenizers cannot read."""
+    said = [message["content"] for message in example.messages or ()]
+    for text in (example.prompt, example.completion, *example.distractors, *said):
+        try:
+            if isinstance(text, str):
+                text.encode()
+        except UnicodeEncodeError as error:
+            raise ReferenceSetError(
+                f"has half of a character, {error.object[error.start]!r}, as of a text that was "
+                f"cut between its bytes"
+            ) from None
 
 
 def load_examples(

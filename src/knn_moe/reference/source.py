@@ -97,7 +97,7 @@ class Source:
                     f"A format is of one file, and {name!r} is a folder. Leave {self.format!r} out."
                 )
             return self._check_split(self._open_folder(path))
-        if path.is_file():
+        if path.exists():
             return self._check_split([open_file(path, self.format)])
         hub = None if find_format(path) else parse_hub_name(name)
         if hub is None:
