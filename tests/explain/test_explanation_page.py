@@ -303,6 +303,21 @@ def test_the_labels_of_many_layers_are_apart(
         assert_everything_fits(page)
 
 
+def test_the_map_scrolls_to_the_token(chromium: Browser, tmp_path: Path) -> None:
+    tokens = (*(before(0.5, 0.5) for _ in range(280)), before(0.1, 0.9), before(0.5, 0.5))
+    Explanation((0,), (tokens,)).save(tmp_path / "page.html")
+    inside = """() => {
+      const [box, column] = [".map", ".map .column"].map((one) => document.querySelector(one));
+      if (!column) return false;
+      const [outer, inner] = [box, column].map((one) => one.getBoundingClientRect());
+      return box.scrollLeft > 0 && inner.left >= outer.left && inner.right <= outer.right;
+    }"""
+    with look_at(chromium, tmp_path / "page.html", 390) as page:
+        page.wait_for_function(inside)
+        page.get_by_label("experts changed").check()
+        page.wait_for_function(inside)
+
+
 def test_without_scripts_the_text_is_there(page_file: Path, chromium: Browser) -> None:
     with look_at(chromium, page_file, script=False) as page:
         assert "need JavaScript" in page.locator("main").inner_text()

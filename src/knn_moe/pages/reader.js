@@ -289,7 +289,10 @@
       chooseLayer(layer);
     });
     svg.addEventListener("keydown", (event) => move(event, passage));
-    if (shown && shown.passage === passage) mark();
+    if (shown && shown.passage === passage) {
+      mark();
+      requestAnimationFrame(() => { if (shown && shown.passage === passage) reveal(passage, shown.place); });
+    }
   }
 
   /* The keyboard */
@@ -350,7 +353,6 @@
   function open() {
     const first = passages.reduce((one, other) => (other.data.rise > one.data.rise ? other : one));
     show(first, first.data.opens);
-    requestAnimationFrame(() => reveal(first, first.data.opens));
   }
 
   document.querySelector(".switch").hidden = !passages.some(({ data }) => data.layers.length);
