@@ -46,3 +46,18 @@ def test_a_table_may_have_no_headings_and_no_rows() -> None:
     assert "<thead>" not in bare.to_html()
     assert SummaryTable(title="Nothing", rows=[]).to_text() == "Nothing"
     assert SummaryTable(title="None", columns=("a", "b"), rows=[]).to_text() == "None\na  b"
+
+
+def test_columns_that_are_too_wide_are_stacked() -> None:
+    wide = SummaryTable(
+        title="Wide",
+        columns=("task", "method", "n", "change of the score"),
+        rows=[("quiz", "knn", "3", "+1.0 " * 15), ("quiz", "語", "4", "")],
+        texts=2,
+    )
+    title, *lines = wide.to_text().splitlines()
+    assert title == "Wide"
+    assert lines[0] == "quiz, knn"
+    assert lines[1].split() == ["n", "3"]
+    assert lines[2].startswith("  change of the score  +1.0 +1.0")
+    assert lines[3] == "quiz, 語"

@@ -21,7 +21,9 @@ from knn_moe.support.summary_table import SummaryTable
 if TYPE_CHECKING:
     from knn_moe.evaluation.compare import Line
 
-_COLUMNS: Final = ("task", "method", "items", "score", "its change", "loss", "its change")
+_COLUMNS: Final = (
+    "task", "method", "items", "score", "change of score", "loss", "change of loss",
+)  # fmt: skip
 
 
 def comparison_table(lines: Sequence[Line], against: str, doubts: Sequence[str]) -> SummaryTable:

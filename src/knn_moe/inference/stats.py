@@ -22,7 +22,7 @@ class RoutingStats(dict[int, LayerStats]):
 
     def _table(self) -> SummaryTable:
         return SummaryTable(
-            title="What the memory did since it was attached",
+            title="Since the memory was attached",
             columns=_COLUMNS,
             rows=stats_rows(self),
             texts=0,
@@ -40,7 +40,7 @@ class StatsByMemory(dict[str, RoutingStats]):
 
     def _table(self) -> SummaryTable:
         return SummaryTable(
-            title="What the memories did since they were attached",
+            title="Since the memories were attached",
             columns=("memory", *_COLUMNS),
             rows=[(name, *row) for name, stats in self.items() for row in stats_rows(stats)],
         )

@@ -19,9 +19,13 @@ _TABLE: Final = (
     "border-collapse: collapse; color: inherit; background: none; "
     "font-variant-numeric: tabular-nums"
 )
-_CAPTION: Final = "caption-side: top; text-align: left; color: inherit; font-weight: 600"
+_CAPTION: Final = (
+    "caption-side: top; text-align: left; color: inherit; font-weight: 600; white-space: nowrap"
+)
 _CELL: Final = "padding: 0.15em 0.7em 0.15em 0; color: inherit; background: none; border: 0"
 _HEAD: Final = "; border-bottom: 1px solid currentcolor; vertical-align: bottom"
+_NUMBER: Final = "; text-align: right; white-space: nowrap"
+_WIDTH: Final = 80  # columns of a terminal
 _PLAIN: Final = "; font-weight: normal"
 _NOTE: Final = "margin: 0.3em 0; max-width: 70ch"
 
@@ -54,24 +58,39 @@ class SummaryTable:
         for place, text in enumerate(texts):
             tag = "th" if scope == "col" or place == 0 else "td"
             kind = f'th scope="{scope}"' if tag == "th" else tag
-            style = f"{_CELL}{_HEAD if scope == 'col' else _PLAIN}; text-align: "
-            style += "left" if place < self.texts else "right"
+            style = f"{_CELL}{_HEAD if scope == 'col' else _PLAIN}"
+            style += "; text-align: left" if place < self.texts else _NUMBER
             cells.append(f'<{kind} style="{style}">{_safe(text)}</{tag}>')
         return "".join(cells)
 
     def to_text(self) -> str:
-        """Return lines of text, with columns as wide as what they hold."""
-        lines = [self.columns, *self.rows] if self.columns else list(self.rows)
-        lines = [[one_line(cell) for cell in line] for line in lines]
-        widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
-        shown = [
-            "  ".join(
-                _fill(cell, width, left=place < self.texts)
-                for place, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in lines
-        ]
-        return "\n".join([one_line(self.title), *shown, *map(one_line, self.notes)])
+        """Return lines of text: columns, or a line for each number where columns are too wide."""
+        head = [one_line(name) for name in self.columns]
+        rows = [[one_line(cell) for cell in row] for row in self.rows]
+        widths = [max(map(cell_len, column)) for column in zip(*_filled(head, rows), strict=True)]
+        if head and sum(widths) + 2 * (len(widths) - 1) > _WIDTH:
+            lines = self._stacked(head, rows)
+        else:
+            lines = [self._aligned(row, widths) for row in _filled(head, rows)]
+        return "\n".join([one_line(self.title), *lines, *map(one_line, self.notes)])
+
+    def _aligned(self, row: Sequence[str], widths: Sequence[int]) -> str:
+        cells = zip(row, widths, strict=True)
+        filled = [_fill(cell, width, left=n < self.texts) for n, (cell, width) in enumerate(cells)]
+        return "  ".join(filled).rstrip()
+
+    def _stacked(self, head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+        names, wide = head[self.texts :], max(map(cell_len, head[self.texts :]), default=0)
+        lines = []
+        for row in rows:
+            lines.append(", ".join(row[: self.texts]))
+            for name, cell in zip(names, row[self.texts :], strict=True):
+                lines.append(f"  {_fill(name, wide, left=True)}  {cell}")
+        return lines
+
+
+def _filled(head: list[str], rows: list[list[str]]) -> list[list[str]]:
+    return [head, *rows] if head else rows
 
 
 def _fill(cell: str, width: int, *, left: bool) -> str:
