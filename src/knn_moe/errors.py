@@ -14,6 +14,7 @@ KnnMoeError
 ├── MemoryFormatError        a folder contains no memory, or a damaged one
 ├── MemoryMismatchError      a memory belongs to another model, or two memories do not match
 ├── BuildError               a build cannot start or continue
+├── DiskFullError            there is less space than a file needs
 ├── CalibrationError         a memory cannot be calibrated on these examples
 ├── PruningError             the cases of a memory cannot be scored
 ├── MissingDependencyError   an optional package is not installed
@@ -79,6 +80,10 @@ class MemoryMismatchError(KnnMoeError):
 
 class BuildError(KnnMoeError):
     """A build cannot start or continue."""
+
+
+class DiskFullError(KnnMoeError):
+    """There is less space on the disk than a file needs."""
 
 
 class CalibrationError(KnnMoeError):

@@ -34,6 +34,7 @@ from knn_moe.build.workspace import partial_folder
 from knn_moe.config import PRESETS
 from knn_moe.errors import (
     BuildError,
+    DiskFullError,
     ModelTooLargeError,
     ReferenceSetError,
     UnsupportedModelError,
@@ -221,8 +222,8 @@ def test_a_disk_that_is_too_small(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     usage = type("Usage", (), {"free": 100})
-    monkeypatch.setattr("knn_moe.build.checkpoint.shutil.disk_usage", lambda path: usage)
-    with pytest.raises(BuildError, match="GB free"):
+    monkeypatch.setattr("knn_moe.support.folders.shutil.disk_usage", lambda path: usage)
+    with pytest.raises(DiskFullError, match=r"needs 0\.\d+ MB, and there are 0\.000 MB free"):
         build_memory(zoo_olmoe, zoo_tokenizer, TEXTS, folder=tmp_path / "memory")
     assert list(tmp_path.iterdir()) == []
 

@@ -23,7 +23,6 @@ from typing import Any, Final
 import torch
 
 from knn_moe.build.workspace import Workspace
-from knn_moe.errors import BuildError
 from knn_moe.memory.gamma import estimate_gammas
 from knn_moe.memory.layers import LayerShape
 from knn_moe.memory.manifest import MemoryManifest
@@ -39,7 +38,7 @@ class BuildCheckpoint:
     """The rows of a build in `workspace`: none yet, or those of a build that was interrupted.
 
     Raises:
-        BuildError: The disk is too small.
+        DiskFullError: The disk is too small.
     """
 
     def __init__(
@@ -56,8 +55,6 @@ class BuildCheckpoint:
         self._lines = _read_journal(self.journal)
         try:
             self.memory.mkdir(exist_ok=True)
-            if not self._lines:
-                _require_space(workspace.root, provenance, shapes)
             fresh = not self._lines
             self.writer = MemoryWriter(self.memory, provenance, shapes, fresh=fresh)
         except BaseException:
@@ -154,16 +151,3 @@ def _read_journal(path: Path) -> dict[int, list[int]]:
     return {
         int(match.group(1)): [int(crc, 16) for crc in match.group(2).split()] for match in matches
     }
-
-
-def _require_space(root: Path, provenance: Provenance, shapes: Mapping[int, LayerShape]) -> None:
-    needed = len(provenance) * sum(
-        shape.hidden_size * shape.dtype.itemsize + shape.num_experts * 4
-        for shape in shapes.values()
-    )
-    free = shutil.disk_usage(root).free
-    if needed > free:
-        raise BuildError(
-            f"The memory needs {needed / 1e9:,.1f} GB, and {str(root.parent)!r} has "
-            f"{free / 1e9:,.1f} GB free. Use fewer examples, or another disk."
-        )

@@ -5,10 +5,14 @@ A command is imported when it is called, so that `--help` answers at once.
 
 from __future__ import annotations
 
+import errno
 import importlib
+import os
+import shutil
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import click
@@ -86,9 +90,19 @@ class Commands(click.Group):
         except BrokenPipeError:  # `| head` has what it wanted: click ends quietly
             raise
         except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise click.UsageError(printable(_explain_full_disk(error))) from None
             where = "" if error.filename is None else f" {str(error.filename)!r}"
             reason = error.strerror or str(error)
             raise click.UsageError(printable(f"Cannot read or write{where}: {reason}.")) from None
+
+
+def _explain_full_disk(error: OSError) -> str:
+    place = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else None
+    folder = next((path for path in place.parents if path.is_dir()), None) if place else None
+    free = f" {shutil.disk_usage(folder).free / 1e6:,.3f} MB are free." if folder else ""
+    what = f" while {str(place)!r} was written" if place else ""
+    return f"The disk is full{what}.{free} Make room, or write to another disk."
 
 
 def _print_warning(message: Warning | str, *_: object, **__: object) -> None:

@@ -207,8 +207,8 @@ def check_belongs(model: nn.Module, memory: RoutingMemory) -> None:
     if not same and not matches_sketch(memory.manifest.router_sketch, routers):
         raise MemoryMismatchError(
             f"This memory was built for {memory.base_model}, and the model is {identity}. "
-            f"Build one for this model. If you know that they belong together, force it "
-            f"(force=True, --force)."
+            f"Build one for this model. If you know that they belong together, attach it with "
+            f"force=True; knn-moe generate, chat, explain, calibrate and prune have --force."
         )
     check_tokens(model, memory)
 

@@ -30,7 +30,7 @@ from knn_moe.errors import MemoryFormatError
 from knn_moe.memory.schema import read_json, read_value
 from knn_moe.reference.windows import Span
 from knn_moe.support.files import write_whole
-from knn_moe.support.folders import put_in_place, sync_tree
+from knn_moe.support.folders import put_in_place, require_space, sync_tree
 
 FORMAT_VERSION: Final = 5  # 3 and 4, which name some fields otherwise, are read as well
 CONFIG_FILE: Final = "memory_config.json"
@@ -153,6 +153,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     tensors = {name: tensors[name] for name in order}
     plans = {name: TensorPlan(value.dtype, tuple(value.shape)) for name, value in tensors.items()}
+    require_space(path.parent, sum(plan.bytes for plan in plans.values()))
     file = StreamedFile(path, plans, fresh=True)
     try:
         for name, tensor in tensors.items():

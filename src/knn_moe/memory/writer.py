@@ -23,7 +23,7 @@ from knn_moe.memory.manifest import MemoryManifest
 from knn_moe.reference.provenance import Provenance
 from knn_moe.reference.windows import Span
 from knn_moe.support.files import write_whole
-from knn_moe.support.folders import scratch_beside
+from knn_moe.support.folders import require_space, scratch_beside
 
 _EARLIER_FIELDS: Final = ("learned", "domains")  # of a config of format 4
 
@@ -46,8 +46,14 @@ class MemoryWriter:
         self.partial = partial
         self.provenance = provenance
         self.layers = list(layers)
-        files.write_tensors(partial / files.TOKENS_FILE, provenance.tensors())
         cases = len(provenance)
+        row = sum(
+            shape.hidden_size * shape.dtype.itemsize + shape.num_experts * torch.float32.itemsize
+            for shape in layers.values()
+        )
+        if fresh:
+            require_space(partial, cases * row)
+        files.write_tensors(partial / files.TOKENS_FILE, provenance.tensors())
         self._files: dict[int, files.StreamedFile] = {}
         try:
             for index, shape in layers.items():

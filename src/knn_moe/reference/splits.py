@@ -71,8 +71,8 @@ def split(reference: ReferenceTokens, config: CalibrationConfig) -> Splits:
     if len(examples) < LEAST_EXAMPLES:
         raise CalibrationError(
             f"Calibration needs {LEAST_EXAMPLES} different examples to fit, choose and judge by; "
-            f"there are {len(examples)}. Add examples, or use the paper's settings (without "
-            f"--calibrate)."
+            f"there are {len(examples)}. Add examples, or use the paper's settings: knn-moe "
+            f"build without --calibrate."
         )
     generator = torch.Generator().manual_seed(config.seed)
     order = torch.randperm(len(examples), generator=generator)
@@ -101,7 +101,7 @@ def _draw(
         raise CalibrationError(
             f"Each part of the reference set needs {_LEAST_JUDGED} examples with a token to "
             f"predict, and one has {len(owner.unique())}. Use more or longer examples, hold out "
-            f"less, or use the paper's settings (without --calibrate)."
+            f"less, or use the paper's settings: knn-moe build without --calibrate."
         )
     windows = windows[_count_earlier(owner).argsort(stable=True)]
     return Part(reference, windows.tolist()).first(most_tokens)

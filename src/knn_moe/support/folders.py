@@ -18,10 +18,31 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from knn_moe.errors import DiskFullError
+
 _AT_FDCWD: Final = -100
 _NO_REPLACE: Final = 1  # renameat2's flags
 _EXCHANGE: Final = 2
 _SCRATCH: Final = "knn-moe-scratch-"  # in the name of every folder that may be swept
+
+
+def require_space(folder: Path, needed: int) -> None:
+    """Refuse to write more bytes than there is room for.
+
+    Raises:
+        DiskFullError: There is less.
+    """
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise DiskFullError(
+            f"Writing to {str(folder.parent)!r} needs {_megabytes(needed)}, and there are "
+            f"{_megabytes(free)} free. Make room, or write to another disk."
+        )
+
+
+def _megabytes(size: int) -> str:
+    """Return a size, as a person compares it with another."""
+    return f"{size / 1e6:,.{3 if size < 1e6 else 1}f} MB"
 
 
 def sync(path: Path) -> None:

@@ -24,8 +24,8 @@ def reference_rows(data: TaskData, limit: int | None = None, seed: int = 0) -> l
     """
     if not data.reference:
         raise TaskDataError(
-            f"{data.task.name} has no reference set in {data.source!r}. Use an existing memory: "
-            f"--memory FOLDER."
+            f"{data.task.name} has no reference set in {data.source!r}. Use other data (--data), "
+            f"or evaluate a memory that is there: knn-moe eval … --memory FOLDER."
         )
     return draw(data.reference, limit, seed)
 
