@@ -161,6 +161,18 @@ def test_nothing_recalled_and_nothing_found_are_said(chromium: Browser, tmp_path
         assert "no case was found" in page.locator("#panel").inner_text()
 
 
+def test_a_memory_that_only_predicts(chromium: Browser, tmp_path: Path) -> None:
+    tokens = [replace(before(0.1, share), effects=()) for share in (0.1, 0.9, 0.1)]
+    Explanation((), (tuple(tokens),)).save(tmp_path / "page.html")
+    with look_at(chromium, tmp_path / "page.html") as page:
+        assert "only predicts next tokens" in page.locator("main").inner_text()
+        assert "9.0 times likelier" in page.locator("#panel").inner_text()
+        assert page.locator(".map:visible, .switch:visible").count() == 0
+        page.locator(".text .t").first.focus()
+        for key in ("ArrowRight", "ArrowUp", "ArrowDown", "Escape"):
+            page.keyboard.press(key)
+
+
 def map_colours(page: Tab) -> list[str]:
     """The colours of the heat map, row after row."""
     fills: list[str] = page.locator(CELLS).evaluate_all(

@@ -15,7 +15,7 @@ from helpers.near_ties import assert_no_near_ties
 from helpers.zoo import BUILD, TEXTS, encode, family, make_texts
 from knn_moe import RoutingConfig, RoutingMemory, attach, build_memory, find_routers
 from knn_moe.errors import AttachError, ConfigError
-from knn_moe.explain.trace import LayerTrace, trace
+from knn_moe.explain.trace import LayerTrace, trace, trace_both
 from knn_moe.routers.own_logits import compute_own_logits
 
 three_families = pytest.mark.parametrize("name", ["olmoe", "qwen3_moe", "gpt_oss"])
@@ -78,6 +78,29 @@ def test_equals_the_same_by_hand(name: str, zoo_tokenizer: object, prompt: Tenso
         assert stats[index].mean_confidence == pytest.approx(float(layer.confidence.mean()))
         assert stats[index].tokens == len(layer.rows) == prompt.numel()
     assert any((layer.before != layer.after).any() for layer in traced.values())
+
+
+@three_families
+def test_beside_it_is_what_the_model_does_alone(
+    name: str, zoo_tokenizer: object, prompt: Tensor
+) -> None:
+    model = family(name)
+    memory = build_memory(model, zoo_tokenizer, TEXTS, BUILD)
+    with torch.no_grad():
+        base, logits = experts(model, prompt), model(prompt, use_cache=False).logits[0]
+    with attach(model, memory, RoutingConfig(k=3)) as routing:
+        expected = trace(model, routing, prompt)
+        runs = trace_both(model, routing, prompt[0], first=4)
+    assert list(runs.layers) == list(runs.experts_alone) == list(expected)
+    for index, layer in expected.items():
+        assert torch.equal(runs.layers[index].rows, layer.rows)
+        assert torch.equal(runs.experts_alone[index], base[list(expected).index(index)])
+    found = runs.next_tokens
+    assert found is not None
+    assert found.tokens.shape == found.alone.shape == found.with_memory.shape == (5, 11)
+    probability = logits[4:].float().softmax(dim=-1)
+    torch.testing.assert_close(found.alone, probability.gather(1, found.tokens))
+    assert found.tokens[:-1, 0].tolist() == prompt[0, 5:].tolist()
 
 
 @three_families

@@ -29,6 +29,7 @@ def render_explanation(explanation: Explanation, most_cases: int = MOST_CASES) -
         "model": explanation.model,
         "memory": explanation.memory,
         "layers": explanation.layers,
+        "predicts": any(map(_is_moved, explanation.tokens)),
         "tokens": len(explanation.tokens),
         "left_out": len(explanation.tokens) - sum(map(len, sequences)),
         "passages": [
@@ -39,6 +40,11 @@ def render_explanation(explanation: Explanation, most_cases: int = MOST_CASES) -
         "factors": FACTORS,
     }
     return render("explanation.html.j2", context)
+
+
+def _is_moved(token: ExplainedToken) -> bool:
+    """Whether the memory changed what the model expects after the token: a head also does."""
+    return any(one.alone != one.with_memory for one in token.predictions)
 
 
 def _end(tokens: Sequence[ExplainedToken], budget: int) -> Sequence[ExplainedToken]:
