@@ -108,6 +108,7 @@ def test_a_truncated_memory(saved_memory: Path, saved_model: Path, tmp_path: Pat
         ("build MODEL REF -o OUT --head", "Add --calibrate"),
         ("build MODEL REF -o OUT --split none", "Only plain text is split"),
         ("build MODEL REF -o OUT --column text", "--column needs FIELD=COLUMN"),
+        ("build MODEL REF -o OUT --column text=a --column text=b", "names a field twice"),
         ("build MODEL REF -o OUT --column body=text", "There is no field 'body'"),
         ("build MODEL REF -o OUT --column text=body", "has no column 'body'"),
         ("build MODEL REF -o OUT --format xml", "Unknown format 'xml'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -47,6 +48,15 @@ ANSWERED = Example("Question: 2 + 2?\nAnswer:", " 4", distractors=(" 3", " 5"))
         ({**QUIZ, "answer": "4"}, ANSWERED),
         ({"question": "2 + 2?", "A": "3", "B": "4", "C": "5", "D": "", "answer": "B"}, ANSWERED),
         (Example("5", "6"), Example("5", "6")),
+        # cells of a table
+        ({"messages": json.dumps(CHAT)}, TALK),
+        ({"conversations": str(TURNS)}, TALK),
+        ({**QUIZ, "choices": "['3', '4', '5']", "answer": "B"}, ANSWERED),
+        (
+            {"prompt": "5", "completion": "6", "distractors": '["7"]'},
+            Example("5", "6", distractors=("7",)),
+        ),
+        ({"text": "[3, 4]"}, Example("", "[3, 4]")),
     ],
 )
 def test_every_form_of_row(row: Any, expected: Example) -> None:
@@ -83,6 +93,7 @@ def test_columns_may_have_other_names(row: Any, columns: dict[str, str], expecte
         ({**QUIZ, "answer": "D"}, {}, "has the answer 'D', which is none of the choices"),
         ({**QUIZ, "choices": ["B", "A"], "answer": "A"}, {}, "which could mean several of"),
         ({**QUIZ, "answer": 3}, {}, "is none of the choices"),
+        ({**QUIZ, "choices": [3, 4], "answer": "B"}, {}, r"needs .* has .*'choices' \(list\)"),
         (17, {}, "must be .* got int"),
         ([], {}, "must be .* got list"),
         ([{"role": "user"}], {}, "must be .* got list"),

@@ -17,6 +17,7 @@ import pandas
 import pyarrow
 import pyarrow.parquet
 import pytest
+from torch.utils.data import Subset
 
 from knn_moe.errors import MissingDependencyError, ReferenceSetError
 from knn_moe.reference.examples import Example
@@ -196,6 +197,7 @@ TABLES: dict[str, Callable[[Any], Any]] = {
     "pandas": pandas.DataFrame,
     "pyarrow": pyarrow.Table.from_pylist,
     "datasets": datasets.Dataset.from_list,
+    "torch": lambda rows: Subset(rows, range(len(rows))),
     "iterable": lambda rows: datasets.Dataset.from_list(rows).to_iterable_dataset(),
 }
 

@@ -29,7 +29,10 @@ def _parse_columns(
             raise click.UsageError(
                 f"--column needs FIELD=COLUMN, for example text=body; got {text!r}."
             )
-    return dict(pairs)
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise click.UsageError(f"--column names a field twice: {' '.join(given)}.")
+    return found
 
 
 def _parse_split(context: click.Context, option: click.Parameter, given: str | None) -> str | None:

@@ -244,7 +244,7 @@ def _read_json(file: DataFile) -> Iterator[Item]:
 
 def _read_table(file: DataFile) -> Iterator[Item]:
     """Yield the rows of a .csv or .tsv file by the names in its first row."""
-    csv.field_size_limit(sys.maxsize)  # a text may be longer than the module's 128 KiB
+    csv.field_size_limit((1 << 31) - 1)  # a text may be longer than the module's 128 KiB
     with _open_text(file, newline="") as text:
         first = text.readline()
         rows = csv.reader(chain([first], text), delimiter=_separator(file, first), strict=True)

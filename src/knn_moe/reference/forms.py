@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from knn_moe.errors import ReferenceSetError
-from knn_moe.reference.quiz import Row, describe_answer, find_choices, read_answer
+from knn_moe.reference.quiz import Row, describe_answer, find_choices, read_answer, read_cell
 
 Parts: TypeAlias = dict[str, Any]  # fields of an Example
 
@@ -62,6 +62,7 @@ def read_turns(turns: object) -> tuple[Mapping[str, Any], ...] | None:
     Raises:
         ReferenceSetError: A turn is from somebody unknown.
     """
+    turns = read_cell(turns)
     if is_chat(turns):
         return tuple(turns)  # type: ignore[arg-type]  # just checked
     if not _is_list_with(turns, {"from", "value"}):
@@ -108,9 +109,10 @@ def _read_completion(row: Row) -> Parts | None:
 
 
 def _read_distractors(row: Row) -> tuple[str, ...]:
-    given = row.get("distractors")
-    given = () if given is None else given
-    if isinstance(given, str) or not all(isinstance(each, str) and each for each in given):
+    given = read_cell(row.get("distractors", ()))
+    if not isinstance(given, list | tuple) or not all(
+        isinstance(each, str) and each for each in given
+    ):
         raise ReferenceSetError(f'needs "distractors" as a list of texts; has {given!r}')
     if row["completion"] in given:
         raise ReferenceSetError(f"has its completion among its distractors: {given!r}")
@@ -133,8 +135,8 @@ def _read_alpaca(row: Row) -> Parts | None:
 
 
 def _read_question(row: Row) -> Parts | None:
-    if not _are_texts(row, "question", "answer"):
-        return None
+    if not _are_texts(row, "question", "answer") or "choices" in row or "options" in row:
+        return None  # an answer that chooses is none without the choices
     return {"prompt": cloze(row["question"]), "completion": f" {row['answer']}"}
 
 

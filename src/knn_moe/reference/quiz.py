@@ -6,9 +6,11 @@ Knows mappings; nothing of prompts.
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final, TypeAlias
 
 Row: TypeAlias = Mapping[str, Any]
@@ -39,22 +41,31 @@ def find_choices(row: Row) -> Row:
 
 def _split_choices(given: object) -> tuple[list[str], list[str]] | None:
     """Return the labels, if there are some, and the texts of choices."""
-    if isinstance(given, str):
-        try:
-            given = json.loads(given)
-        except ValueError:
-            return None
+    given = read_cell(given)
     labels: Sequence[Any] = ()
     if isinstance(given, Mapping) and {"text", "label"} <= set(given):
         labels, given = given["label"], given["text"]
     elif isinstance(given, Mapping):
         filled = sorted((str(label), text) for label, text in given.items() if text is not None)
         labels, given = [label for label, _ in filled], [text for _, text in filled]
-    if not isinstance(given, Sequence) or not all(isinstance(each, str) for each in given):
+    if not isinstance(given, list | tuple) or not all(isinstance(each, str) for each in given):
         return None
     if labels and len(labels) != len(given):
         return None
     return [str(label) for label in labels], list(given)
+
+
+def read_cell(given: object) -> object:
+    """Return the list or the mapping that a table's cell holds as JSON, or as Python writes it.
+
+    Everything else is returned as it is.
+    """
+    if isinstance(given, str) and given.lstrip().startswith(("[", "{")):
+        for read in (json.loads, ast.literal_eval):
+            with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+                found: object = read(given)
+                return found
+    return given
 
 
 def _find_columns(row: Row) -> tuple[list[str], list[str]] | None:

@@ -178,13 +178,20 @@ def iter_rows(given: object) -> Iterator[Any]:
             f"The reference set is a mapping of {', '.join(map(repr, given))}: choose one of them, "
             f"or give a list of rows."
         )
-    elif isinstance(given, Iterable) and not isinstance(given, bytes | bytearray | memoryview):
-        yield from given
-    else:
+    elif isinstance(given, bytes | bytearray | memoryview) or not _can_iterate(given):
         raise ReferenceSetError(
             f"Examples are given as the name of a file, a folder or a data set, as a list, a "
             f"DataFrame or a Dataset; got {type(given).__name__}."
         )
+    else:
+        yield from table
+
+
+def _can_iterate(given: object) -> bool:
+    # A map-style data set of torch has no __iter__.
+    return isinstance(given, Iterable) or (
+        hasattr(given, "__getitem__") and hasattr(given, "__len__")
+    )
 
 
 def _plain(value: Any) -> Any:

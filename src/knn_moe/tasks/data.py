@@ -6,19 +6,17 @@ are refused. Knows rows and files; nothing of models.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, TypeVar
 
 from knn_moe.errors import MissingDependencyError, ReferenceSetError, TaskDataError
 from knn_moe.reference import files
-from knn_moe.reference.quiz import choose_answers, find_choices
+from knn_moe.reference.quiz import choose_answers, find_choices, read_cell
 from knn_moe.support.hub import hub_or_cache
 from knn_moe.tasks.task import Hub, Package, Row, Task
 
@@ -96,9 +94,8 @@ def _read_row(item: files.Item) -> Row:
             f"{item.place}: must be an object, which has columns; got {type(item.value).__name__}."
         )
     row = find_choices({name: cell for name, cell in item.value.items() if cell is not None})
-    if isinstance(row.get("tests"), str):  # the cell of a table
-        with suppress(ValueError):
-            row = {**row, "tests": json.loads(row["tests"])}
+    if "tests" in row:
+        row = {**row, "tests": read_cell(row["tests"])}
     number = row.get("answer")
     if "choices" in row or isinstance(number, bool) or not isinstance(number, int | float):
         return row
