@@ -136,7 +136,7 @@ def test_methods_say_how_many_reference_rows_they_need() -> None:
 
 
 def test_a_missing_package_is_named_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("knn_moe.methods.registry.find_spec", lambda name: None)
+    monkeypatch.setattr("knn_moe.methods.catalogue.find_spec", lambda name: None)
     data = task_data("quiz")
     with pytest.raises(MissingDependencyError, match=r"sft needs .* peft: pip install 'knn-moe\["):
         check_method("sft", data, "likelihood")
