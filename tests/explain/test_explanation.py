@@ -71,6 +71,13 @@ def test_lines_fit_and_experts_are_never_cut(width: int) -> None:
         assert f"{expert} ({change:+.2f})" in explanation.table(0, width)
 
 
+def test_a_part_of_a_character_is_marked() -> None:
+    part = make_token("", 1, token="", after="")
+    _, line = str(Explanation((0,), ((part,),))).splitlines()
+    assert line.startswith("|·| ")
+    assert line.endswith("…the old[·]")
+
+
 def test_nothing_found_is_said_and_is_json() -> None:
     far = make_token("a", 1, cases=(), confidence=0.0)
     explanation = Explanation((0,), ((expecting(far, float("nan"), 0.0),),))
