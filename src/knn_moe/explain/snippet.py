@@ -13,6 +13,7 @@ from typing import Final
 
 from knn_moe.explain.explanation import ExplainedToken, Explanation, Prediction
 from knn_moe.explain.reader import FACTORS, colour
+from knn_moe.explain.tables import PART
 from knn_moe.pages import words
 from knn_moe.support.summary_table import SummaryTable
 from knn_moe.support.terminal import printable
@@ -83,7 +84,7 @@ def _change(came: Prediction) -> float:
 def _row(token: ExplainedToken, came: Prediction) -> tuple[str, ...]:
     strongest = token.strongest
     case = strongest.cases[0] if strongest is not None and strongest.cases else None
-    recalled = f"…{case.before}[{case.token}]{case.after}" if case else words.NONE
+    recalled = f"…{case.before}[{case.token or PART}]{case.after}" if case else words.NONE
     if len(recalled) > _CASE:
         recalled = f"…{recalled[-_CASE:]}"
-    return f"|{came.text}|", recalled, _share(came, 0), _share(came, 1)
+    return f"|{came.text or PART}|", recalled, _share(came, 0), _share(came, 1)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 WIDTH: Final = 80  # columns of a terminal, where nothing else is known
 _TOKEN: Final = 12  # columns of a token
 _SHORTEST: Final = 18  # columns of recalled text, at least
-_PART: Final = "·"  # a token that is only a part of a character
+PART: Final = "·"  # a token that is only a part of a character
 _LIKELIHOOD: Final = 72  # a table of so many columns has a column of probabilities
 
 
@@ -85,7 +85,7 @@ def _recalled(effect: LayerEffect, width: int) -> str:
         return "nothing"
     case = effect.cases[0]
     token, after, before = (one_line(text) for text in (case.token, case.after, case.before))
-    token = token or _PART
+    token = token or PART
     room = width - len("[]") - cell_len(token) - cell_len(after) - bool(before)
     if room < 0:  # the token comes first, then what followed
         token = _shorten(token, width - len("[]") - bool(before))
@@ -128,7 +128,7 @@ def _share(probability: float) -> str:
 
 def _cell(text: str, width: int = 0) -> str:
     """Return the token between bars, which make a space at its edge visible."""
-    inner = one_line(text) or _PART
+    inner = one_line(text) or PART
     inner = _shorten(inner, width - 2) if width else inner
     return _fill(f"|{inner}|", width)
 
