@@ -125,7 +125,7 @@ def test_what_is_no_model_is_named(zoo_olmoe: PreTrainedModel, zoo_memory: Routi
         (None, "None is none"),
         (zoo_memory, r"model comes first.*got RoutingMemory\("),
         ("tiny-olmoe", r"'tiny-olmoe' is a name.*load_model\('tiny-olmoe'\)"),
-        ((zoo_olmoe, "tokenizer"), "a tuple of 2 is none"),
+        ((zoo_olmoe, "tokenizer"), "a tuple of 2 is none. load_model returns two things"),
     ]
     for model, words in given:
         for call in (

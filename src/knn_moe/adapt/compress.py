@@ -18,6 +18,7 @@ from knn_moe.equations.similarity import SIMILARITIES
 from knn_moe.errors import ConfigError, MemoryFormatError
 from knn_moe.index import ExactIndex, KeyIndex
 from knn_moe.index.exact import spread_evenly, squared_distance
+from knn_moe.inference.arguments import MemoryLike, open_memory
 from knn_moe.memory.compressed import CompressedLayer, IndexQuality
 from knn_moe.memory.head_keys import HeadKeys, uses_head_keys
 from knn_moe.memory.layers import LayerMemory
@@ -32,7 +33,7 @@ _SAMPLE: Final = 512  # keys that an index is tried on
 
 
 def compress(
-    memory: RoutingMemory,
+    memory: MemoryLike,
     index: IndexConfig | str,
     folder: str | Path,
     *,
@@ -45,7 +46,7 @@ def compress(
     The result serves the similarity that the memory's own routing names.
 
     Args:
-        memory: A memory with keys.
+        memory: A memory with keys, or the folder or hub id of one.
         index: The index, or its kind by name: "fast", "faiss-flat" or "ivfpq".
         folder: Where the compressed memory is written.
         device: Where indexes are made. None: the CPU.
@@ -62,6 +63,7 @@ def compress(
     index = IndexConfig(kind=index) if isinstance(index, str) else index
     if index.kind == "exact":
         raise ConfigError("The exact index is the keys themselves. Choose another to compress.")
+    memory = open_memory(memory)
     full = memory.full_layers()
     if not len(memory):
         raise MemoryFormatError(f"{memory!r} has no keys to compress. Use it as it is.")

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from knn_moe.errors import ConfigError, MemoryMismatchError
+from knn_moe.inference.arguments import MemoryLike, open_memory
 from knn_moe.inference.attach import check_belongs
 from knn_moe.memory.memory import RoutingMemory
 from knn_moe.routers.find import find_routers
@@ -105,7 +106,7 @@ CONTROLS: Final = Registry(
 
 
 def control(
-    memory: RoutingMemory,
+    memory: MemoryLike,
     kind: str,
     model: nn.Module | None = None,
     *,
@@ -117,7 +118,7 @@ def control(
     It has no language-model head, which would still tell what followed the nearest cases.
 
     Args:
-        memory: The memory to compare with.
+        memory: The memory to compare with, or its folder or hub id.
         kind: "shuffled", "random" or "own-logits".
         model: The model that the memory belongs to. "own-logits" needs it.
         seed: For what is drawn at random.
@@ -130,7 +131,7 @@ def control(
         ConfigError: There is no such control, or the model is missing.
         MemoryMismatchError: The memory belongs to another model.
     """
-    found = CONTROLS.find(kind)
+    found, memory = CONTROLS.find(kind), open_memory(memory)
     if model is not None and not force:
         check_belongs(model, memory)
     routing = replace(memory.routing, head=None)

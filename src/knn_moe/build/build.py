@@ -23,7 +23,7 @@ from knn_moe.build.checkpoint import BuildCheckpoint, make_plan
 from knn_moe.build.optimise import optimise_routing
 from knn_moe.build.workspace import Workspace, partial_folder
 from knn_moe.config import BuildConfig
-from knn_moe.errors import BuildError, ReferenceSetError
+from knn_moe.errors import BuildError, ConfigError, ReferenceSetError
 from knn_moe.memory.files import refuse_existing
 from knn_moe.memory.layers import LayerShape
 from knn_moe.memory.manifest import MemoryManifest
@@ -46,6 +46,7 @@ from knn_moe.routers.model_state import (
     unwrap,
 )
 from knn_moe.support.folders import TemporaryFolder
+from knn_moe.support.given import describe
 from knn_moe.support.progress import OnProgress, Progress, ignore_progress
 
 
@@ -111,6 +112,8 @@ def build_to(
     """Build a memory as `build_memory` does, or open it if it was built there by a job like this
     that was killed."""
     model = uncompiled(model)
+    if not isinstance(config, BuildConfig):
+        raise ConfigError(f"A memory is built as a BuildConfig says, got {describe(config)}.")
     if not partial_folder(to.target).exists():
         refuse_existing(to.target, overwrite=to.overwrite)  # before the examples are read
     routers = find_routers(model)

@@ -19,6 +19,7 @@ from knn_moe.methods import Method, PreparedMethod
 from knn_moe.routers.find import find_routers
 from knn_moe.routers.fingerprint import identify
 from knn_moe.routers.model_state import input_device, max_positions
+from knn_moe.support.given import describe
 from knn_moe.support.progress import OnProgress, Progress, ignore_progress
 from knn_moe.support.registry import unknown_name
 from knn_moe.tasks import questions as q
@@ -146,7 +147,7 @@ def evaluate(
     method: Method | PreparedMethod,
     config: EvalConfig | None = None,
     *,
-    folder: Path,
+    folder: str | Path,
     resume: bool = False,
     overwrite: bool = False,
     asked: QuestionSet | None = None,
@@ -173,13 +174,18 @@ def evaluate(
         RunError: There is a run in `folder` already, or it cannot be resumed.
         TaskDataError: A question is longer than the model can read.
     """
+    if not isinstance(data, TaskData):
+        raise TaskDataError(
+            f"A task is evaluated with its rows, and {describe(data)} has none: open_task reads "
+            f"them."
+        )
     check_programs([data.task])
     config = config or EvalConfig()
     prepared = method if isinstance(method, PreparedMethod) else None
     method = method.method if isinstance(method, PreparedMethod) else method
     asked = _reword(asked or prepare_questions(tokenizer, data, config), method, config)
     check_lengths(model, data, asked)
-    run, facts = RunFolder(folder), _describe(model, data, method, config, asked)
+    run, facts = RunFolder(Path(folder)), _describe(model, data, method, config, asked)
     facts["prepared_on"] = None if prepared is None else dict(prepared.prepared_on)
     was_training = model.training
     model.eval()
@@ -221,7 +227,7 @@ def evaluate(
     if prepared is not None:
         more["preparation_seconds"] = round(prepared.seconds, 2)
     run.finish(time.perf_counter() - started, more)
-    return read_run(folder)
+    return read_run(Path(folder))
 
 
 def check_lengths(model: nn.Module, data: TaskData, asked: QuestionSet) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from knn_moe.config import RoutingConfig
 from knn_moe.errors import AttachError
 from knn_moe.memory.memory import RoutingMemory
+from knn_moe.support.given import describe, say_no_model
 
 MemoryLike: TypeAlias = RoutingMemory | str | Path
 _WANTED: Final = "a RoutingMemory, or the folder or hub id of one"
@@ -24,12 +25,7 @@ def check_model(model: object) -> None:
         raise AttachError(
             f"The model comes first, and the memory second: got {model!r} as the model."
         )
-    if isinstance(model, str | Path):
-        raise AttachError(
-            f"A memory is attached to a loaded model, and {str(model)!r} is a name. Load it first: "
-            f"model, tokenizer = load_model({str(model)!r})."
-        )
-    raise AttachError(f"A memory is attached to a model, and {describe(model)} is none.")
+    raise AttachError(say_no_model(model))
 
 
 def check_config(config: object) -> None:
@@ -69,14 +65,3 @@ def open_memory(memory: MemoryLike) -> RoutingMemory:
         MemoryFormatError: There is no memory, or a damaged one.
     """
     return memory if isinstance(memory, RoutingMemory) else RoutingMemory.from_pretrained(memory)
-
-
-def describe(given: object) -> str:
-    """Return a few words that say what was given."""
-    if given is None:
-        return "None"
-    kind = type(given).__name__
-    if isinstance(given, list | tuple):
-        return f"a {kind} of {len(given)}"
-    shown = repr(given)
-    return f"a {kind}" if len(shown) > 60 or "\n" in shown else f"{shown} (of type {kind})"

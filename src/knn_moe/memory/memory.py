@@ -39,6 +39,7 @@ from knn_moe.reference.provenance import Provenance, check_droppable, concatenat
 from knn_moe.reference.windows import ReferenceTokens, Span
 from knn_moe.routers.fingerprint import ModelIdentity
 from knn_moe.support.folders import TemporaryFolder, scratch_beside
+from knn_moe.support.given import describe
 
 _ROWS: Final = 4096  # copied at a time
 
@@ -138,6 +139,10 @@ class RoutingMemory:
             MemoryFormatError: There is no memory, or it is truncated, edited, of a newer format, or
                 holds what no memory can hold.
         """
+        if not isinstance(source, str | Path):
+            raise MemoryFormatError(
+                f"A memory is opened by its folder or hub id, and {describe(source)} is neither."
+            )
         folder = Path(source).expanduser()
         if not folder.is_dir():
             if isinstance(source, Path) or source.startswith((".", "/", "~")):

@@ -19,6 +19,7 @@ from knn_moe.config import BuildConfig
 from knn_moe.errors import ReferenceSetError
 from knn_moe.reference.examples import Example, tokenise
 from knn_moe.reference.provenance import Provenance, owners
+from knn_moe.support.given import describe
 
 _POOL: Final = 4096  # windows sorted by length at a time
 
@@ -92,8 +93,13 @@ def read_tokens(
     """Tokenise every example and cut it into windows of at most `max_length` tokens.
 
     Raises:
-        ReferenceSetError: There are no tokens, or none that `config.tokens` keeps.
+        ReferenceSetError: There are no tokens, or none that `config.tokens` keeps; or there is no
+            tokenizer.
     """
+    if not callable(tokenizer):
+        raise ReferenceSetError(
+            f"The model's tokenizer is needed to read examples, and {describe(tokenizer)} is none."
+        )
     stream, completed = array.array("i"), array.array("b")
     begin, owner, offset = array.array("q", [0]), array.array("i"), array.array("i")
     for number, example in enumerate(examples):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from knn_moe.errors import UnsupportedModelError
 from knn_moe.routers.model_state import run_device
+from knn_moe.support.given import say_no_model
 
 ENTRY_POINTS: Final = "knn_moe.routers"
 _ROUTER_NAMES: Final = ("gate", "router")
@@ -68,9 +69,11 @@ def find_routers(model: nn.Module) -> list[Router]:
         model: A transformers model, also with PEFT adapters outside its routers.
 
     Raises:
-        UnsupportedModelError: There is no router, it has an adapter on its linear map, or nothing
-            says how many experts it chooses.
+        UnsupportedModelError: There is no router, it has an adapter on its linear map, nothing says
+            how many experts it chooses, or what was given is no model.
     """
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModelError(say_no_model(model))
     found = _find_registered(model) or _find_declared(model) or _find_named(model)
     if not found:
         raise UnsupportedModelError(

@@ -30,6 +30,7 @@ from knn_moe.adapt.calibrate.widths import DivergedError
 from knn_moe.build.build import choice_tokens
 from knn_moe.config import CalibrationConfig
 from knn_moe.errors import CalibrationError, ConfigError
+from knn_moe.inference.arguments import MemoryLike, open_memory
 from knn_moe.inference.attach import check_belongs
 from knn_moe.inference.handle import check_free
 from knn_moe.memory.memory import RoutingMemory
@@ -47,7 +48,7 @@ from knn_moe.support.progress import OnProgress, ignore_progress
 
 def calibrate(
     model: nn.Module,
-    memory: RoutingMemory,
+    memory: MemoryLike,
     examples: Examples | None = None,
     config: CalibrationConfig | None = None,
     *,
@@ -62,7 +63,7 @@ def calibrate(
 
     Args:
         model: The model that the memory was built for.
-        memory: A memory with keys.
+        memory: A memory with keys, or the folder or hub id of one.
         examples: The reference set the memory was built from, or others of its kind. None: the
             memory's own tokens. Never give test data: what is reported would be what was fitted.
         config: How to calibrate.
@@ -80,7 +81,7 @@ def calibrate(
         ModelTooLargeError: It does not fit in memory.
     """
     started = time.monotonic()
-    config = config or CalibrationConfig()
+    memory, config = open_memory(memory), config or CalibrationConfig()
     model = uncompiled(model)
     if memory.manifest.random_seed is not None:
         raise CalibrationError(

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from knn_moe.adapt.prune.by_loss import ScoredRecall, score_by_loss
 from knn_moe.equations.similarity import SIMILARITIES
 from knn_moe.errors import ConfigError, PruningError
+from knn_moe.inference.arguments import MemoryLike, open_memory
 from knn_moe.inference.attach import check_belongs
 from knn_moe.inference.handle import check_free
 from knn_moe.memory.files import refuse_existing
@@ -37,7 +38,7 @@ PruneBy: TypeAlias = Literal["loss", "chance"]
 
 def prune(
     model: nn.Module | None,
-    memory: RoutingMemory,
+    memory: MemoryLike,
     keep: float = 0.1,
     *,
     by: PruneBy = "loss",
@@ -53,7 +54,7 @@ def prune(
 
     Args:
         model: The model that the memory was built for. May be None with by="chance".
-        memory: A memory with keys.
+        memory: A memory with keys, or the folder or hub id of one.
         keep: The share of cases that stay.
         by: "loss" keeps the cases that take most off the loss of reference tokens of other
             examples. "chance" keeps any: calibrate what is left.
@@ -71,6 +72,7 @@ def prune(
         ConfigError: `keep` or `by` is out of range, or the model is missing.
         PruningError: Nothing says which cases to drop.
     """
+    memory = open_memory(memory)
     _check(model, memory, keep, by)
     if folder is not None:
         refuse_existing(Path(folder), overwrite=overwrite)
