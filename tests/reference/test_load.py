@@ -6,9 +6,11 @@ import gzip
 import io
 import json
 import os
+import random
 import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +82,12 @@ def test_a_table_with_semicolons(tmp_path: Path) -> None:
 def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_parquet(tmp_path / "ref.parquet")
     assert load_examples(path) == EXAMPLES
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(MissingDependencyError, match=r"pip install 'knn-moe\[eval\]'"):
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "pyarrow", None)
+        with pytest.raises(MissingDependencyError, match=r"pip install 'knn-moe\[eval\]'"):
+            load_examples(path)
+    path.write_bytes(path.read_bytes().replace(b"3 4", b"\xff 4"))
+    with pytest.raises(ReferenceSetError, match=r"Cannot read .*ref\.parquet'.*utf-8"):
         load_examples(path)
 
 
@@ -311,6 +317,27 @@ def test_a_damaged_archive(change: Callable[[bytes], bytes], tmp_path: Path) -> 
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(ReferenceSetError, match=r"Cannot read .*ref\.jsonl\.gz"):
         load_examples(path)
+
+
+@pytest.mark.parametrize("name", [*CONTENTS, "txt", "parquet", "jsonl.gz"])
+def test_damage_is_refused_with_a_named_error_or_does_not_matter(name: str, tmp_path: Path) -> None:
+    path = tmp_path / f"ref.{name}"
+    if name == "parquet":
+        write_parquet(path)
+        whole = path.read_bytes().replace(b"7" * 9, b"")
+    else:
+        content = {**CONTENTS, "txt": TEXT}[name.removesuffix(".gz")].replace("7" * 9, "")
+        whole = write(path, content).read_bytes()
+    draw = random.Random(name)
+    pieces = (b"\xff\xfe", b"\x00", b'"', b"{", b"[", b"null", b"\\ud800", b"\r\n", b",")
+    for _ in range(60):
+        data = bytearray(whole)
+        for _ in range(draw.randint(1, 4)):
+            at = draw.randrange(len(data))
+            data[at : at + draw.randint(0, 5)] = draw.choice([*pieces, draw.randbytes(3), b""])
+        path.write_bytes(data)
+        with suppress(ReferenceSetError):
+            assert all(isinstance(each, Example) for each in load_examples(path))
 
 
 def test_what_has_no_effect_is_refused(tmp_path: Path) -> None:

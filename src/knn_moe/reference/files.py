@@ -297,7 +297,7 @@ def _read_parquet(file: DataFile) -> Iterator[Item]:
                 for row in batch.to_pylist():
                     number += 1
                     yield Item(f"{file.name}, row {number}", row)
-    except (OSError, pyarrow.ArrowException) as error:
+    except (OSError, ValueError, pyarrow.ArrowException) as error:  # ValueError: not UTF-8
         raise _cannot_read(file, error) from None
 
 
