@@ -156,7 +156,10 @@ def show_written(memory: RoutingMemory, folder: Path, *, as_json: bool, **facts:
 
 @contextmanager
 def show_progress(title: str) -> Iterator[OnProgress]:
-    """Show a bar on stderr and yield the callback that moves it."""
+    """Show a bar on stderr until it is done, and yield the callback that moves it.
+
+    Without a terminal there is nothing to see.
+    """
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),
@@ -165,7 +168,8 @@ def show_progress(title: str) -> Iterator[OnProgress]:
         TimeElapsedColumn(),
         TextColumn("{task.fields[note]}", markup=False),
     )
-    with RichProgress(*columns, console=log, disable=not log.is_terminal) as bar:
+    quiet = not log.is_terminal
+    with RichProgress(*columns, console=log, transient=True, disable=quiet) as bar:
         task = bar.add_task(printable(title), total=None, note="")
 
         def report(progress: Progress) -> None:
