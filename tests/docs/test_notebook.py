@@ -37,7 +37,7 @@ def test_the_notebook_runs_and_the_memory_helps(
     pages = [outputs(cell, "text/html") for cell in cells.values()]
     assert "It helps: True" in whole
     assert "Routing(detached" in whole
-    for shown in ("Routing memory for tiny-olmoe", "rerouted", "knn-shuffled"):
+    for shown in ("Routing memory for tiny-olmoe", "rerouted", "with memory", "knn-shuffled"):
         assert any(shown in page for page in pages), shown
     assert (tmp_path / "explanation.html").stat().st_size > 1000
     rows = re.findall(r"<tr>.*?</tr>", next(page for page in pages if "knn-shuffled" in page))

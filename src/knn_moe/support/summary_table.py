@@ -24,7 +24,7 @@ _CAPTION: Final = (
 )
 _CELL: Final = "padding: 0.15em 0.7em 0.15em 0; color: inherit; background: none; border: 0"
 _HEAD: Final = "; border-bottom: 1px solid currentcolor; vertical-align: bottom"
-_NUMBER: Final = "; text-align: right; white-space: nowrap"
+_WHOLE: Final = "; white-space: nowrap"  # of a cell without spaces, which has hyphens at most
 _WIDTH: Final = 80  # columns of a terminal
 _PLAIN: Final = "; font-weight: normal"
 _NOTE: Final = "margin: 0.3em 0; max-width: 70ch"
@@ -59,7 +59,8 @@ class SummaryTable:
             tag = "th" if scope == "col" or place == 0 else "td"
             kind = f'th scope="{scope}"' if tag == "th" else tag
             style = f"{_CELL}{_HEAD if scope == 'col' else _PLAIN}"
-            style += "; text-align: left" if place < self.texts else _NUMBER
+            style += f"; text-align: {'left' if place < self.texts else 'right'}"
+            style += "" if " " in text else _WHOLE
             cells.append(f'<{kind} style="{style}">{_safe(text)}</{tag}>')
         return "".join(cells)
 
