@@ -8,7 +8,7 @@ DOCS   := $(VENV)/.docs
 PYTEST := -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-models test-oldest campaign pytest lint types format bench publish docs docs-cli wheel clean
+.PHONY: help demo test test-fast test-models test-oldest campaign pytest lint types format bench publish docs docs-cli screenshots wheel clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -63,6 +63,9 @@ docs: $(DOCS) docs-cli  ## build the documentation site in site/ (strict)
 
 docs-cli: $(STAMP)  ## write docs/cli from the commands' --help
 	$(BIN)/python scripts/cli_pages.py
+
+screenshots: $(STAMP)  ## make the pictures of the pages in docs/pages anew, with Chromium (about ten minutes)
+	$(BIN)/python scripts/screenshots.py
 
 wheel: $(STAMP)  ## the package as one file, in dist/
 	$(BIN)/python -m pip wheel -q --no-deps -w dist .
