@@ -31,6 +31,26 @@ Timer(0.1, print, ("busy",), {"flush": True}).start()
 hashlib.pbkdf2_hmac("sha256", b"a", b"b", (1 << 31) - 1)
 """
 
+# Python ignores an exception in a finalizer, and says so.
+IN_A_FINALIZER = """
+import os, signal, time
+from knn_moe.cli.program import Program
+
+class Late:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(3600)
+
+program = Program([])
+program.start()
+try:
+    Late()
+    time.sleep(3600)
+except KeyboardInterrupt:
+    program.say()
+    program.exit_code = 130
+"""
+
 
 @contextmanager
 def running(*command: object) -> Iterator[subprocess.Popen[str]]:
@@ -115,6 +135,12 @@ def test_a_command_that_cannot_hear_the_signal() -> None:
     assert program.returncode == 130
     how = "Continue with: knn-moe build model ref.jsonl -o out --resume"
     assert said.strip() == f"Interrupted. {how}"
+
+
+def test_an_interrupt_that_a_finalizer_swallows() -> None:
+    with running("-c", IN_A_FINALIZER) as program:
+        _, said = program.communicate(timeout=60)
+    assert (program.returncode, said) == (130, "Interrupted.\n")
 
 
 JUDGE = "label m p.jsonl -o r.jsonl --judge=http://x/v1"

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
 
+from knn_moe.cli.program import rare_collections
 from knn_moe.cli.tables import plain as plain
 from knn_moe.cli.tables import print_paragraph as print_paragraph
 from knn_moe.cli.tables import print_table as print_table
@@ -190,10 +191,11 @@ def evaluation_dtype(device_name: str | None, dtype: str) -> str:
 
 def load_model(name: str, device_name: str | None, dtype: str) -> tuple[Any, Any]:
     """Load a model and its tokenizer as the library does, and say so meanwhile."""
-    _quieten_libraries()
     # In a terminal the hub's own bars show how far a download is.
     silent = Path(name).is_dir() or name in EMBEDDED_MODELS or not log.is_terminal
-    with log.status(plain(f"Loading {name}")) if silent else nullcontext():
+    status = log.status(plain(f"Loading {name}")) if silent else nullcontext()
+    with rare_collections(), status:
+        _quieten_libraries()
         return load.load_model(name, device=device_name, dtype=dtype)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from knn_moe.cli.common import json_option, print_json, print_table
+from knn_moe.cli.program import rare_collections
 from knn_moe.routers.load import load_structure
 
 
@@ -21,9 +22,10 @@ def command(model: str, as_json: bool) -> None:
     MODEL is an embedded model (tiny-olmoe, tiny-qwen3 or tiny-gpt-oss), a folder, or a Hugging
     Face hub id. Only its configuration is read, not its weights.
     """
-    from knn_moe.routers.find import find_routers
+    with rare_collections():
+        from knn_moe.routers.find import find_routers
 
-    routers = find_routers(load_structure(model))
+        routers = find_routers(load_structure(model))
     fields = ("layer", "name", "num_experts", "top_k", "hidden_size")
     rows = [[getattr(router, field) for field in fields] for router in routers]
     if as_json:
