@@ -89,7 +89,7 @@ def _make_runs(study: Study, names: Sequence[str]) -> None:
             except BrokenProcessPool:
                 raise RunError(
                     f"One of {study.jobs} processes was killed, perhaps for want of memory. The "
-                    f"same command continues; use fewer --jobs."
+                    f"same command continues; with fewer --jobs, choose another folder."
                 ) from None
             study.on_progress(Progress("models and tasks", count, len(pairs)))
 
