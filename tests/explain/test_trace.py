@@ -295,3 +295,5 @@ def test_a_memory_is_set_aside_in_one_thread_alone(
             raise ValueError("broken")
         assert torch.equal(run(), with_memory)
     assert all(torch.equal(seen[layer], expected) for layer, expected in enumerate(chosen))
+    with attach(zoo_olmoe, zoo_memory) as routing, routing.set_aside(seen.__setitem__):
+        run()  # detaching does not complain that no router was called

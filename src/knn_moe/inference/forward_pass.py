@@ -138,7 +138,7 @@ class ForwardPass(NotCopied):
         for name, rows in (now.rows or {}).items():
             self.used[name] |= not rows.empty and now.alone is None
         now.mask = now.first = now.rows = None
-        if not now.aside:
+        if not now.aside and now.alone is None:
             self.finished.passes += 1
         if not torch.compiler.is_compiling():
             if not self.finished.eagerly and now.alone is None:
