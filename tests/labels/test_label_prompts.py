@@ -22,6 +22,8 @@ from knn_moe.labels.prompts import load_prompts
         ("", "Prompt 1: is empty"),
         ([{"role": "assistant", "content": "A"}], "ends with an answer already"),
         (3, "must be a text or chat messages; got int"),
+        ({"messages": "A"}, r"needs one of messages"),
+        ({"prompt": "A\ud800"}, "Prompt 1: has half of a character"),
     ],
 )
 def test_items_that_are_not_prompts_are_refused(item: Any, error: str) -> None:
@@ -62,6 +64,7 @@ def test_a_text_file_has_a_prompt_on_each_line(tmp_path: Path) -> None:
         ({"question": "Who?"}, "Question: Who?\nAnswer:"),
         ({"instruction": "Go."}, "### Instruction:\nGo.\n\n### Response:\n"),
         ({"conversations": [{"from": "human", "value": "Who?"}]}, "Who?"),
+        ({"messages": '[{"role": "user", "content": "Who?"}]', "answer": ""}, "Who?"),
     ],
 )
 def test_rows_without_answers(row: dict[str, Any], text: str) -> None:

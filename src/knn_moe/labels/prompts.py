@@ -19,7 +19,7 @@ from knn_moe.reference.forms import (
     read_turns,
     rename,
 )
-from knn_moe.reference.load import Examples
+from knn_moe.reference.load import Examples, check_characters
 from knn_moe.reference.source import Source
 
 _ANSWERS: Final = ("completion", "response", "output", "answer")
@@ -66,12 +66,15 @@ class Prompt:
 
     @classmethod
     def _from_mapping(cls, row: Mapping[str, Any], item: Mapping[str, Any]) -> Prompt:
-        answered = next((name for name in _ANSWERS if name in row), None)
+        answered = next((name for name in _ANSWERS if row.get(name, "") != ""), None)
         if answered is not None:
             raise ReferenceSetError(f"has its {answered!r} already and needs no label")
-        for name in ("messages", "conversations", "prompt"):
-            if name in row:
-                return cls.of(row[name])
+        for name in ("messages", "conversations"):
+            turns = read_turns(row[name]) if name in row else None
+            if turns is not None:
+                return cls.of(turns)
+        if "prompt" in row:
+            return cls.of(row["prompt"])
         if isinstance(row.get("question"), str):
             return cls(text=cloze(row["question"]))
         given = row.get("input", "")
@@ -140,7 +143,9 @@ def read_prompts(source: Source, columns: Mapping[str, str] | None = None) -> li
     prompts = []
     for place, value in source.items():
         try:
-            prompts.append(Prompt.of(value, columns))
+            prompt = Prompt.of(value, columns)
+            check_characters([prompt.text, *(each["content"] for each in prompt.messages or ())])
         except ReferenceSetError as error:
             raise ReferenceSetError(f"{place}: {error}.") from None
+        prompts.append(prompt)
     return prompts

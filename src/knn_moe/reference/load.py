@@ -20,23 +20,31 @@ class ReferenceSet(Iterable[Example]):
 
     def __init__(self, source: Source, columns: Mapping[str, str] | None = None) -> None:
         self.source = source
+        check_columns(columns or {})
         self.columns = dict(columns or {})
-        check_columns(self.columns)
 
     def __iter__(self) -> Iterator[Example]:
         for place, value in self.source.items():
             try:
                 example = Example.of(value, self.columns)
-                _check_characters(example)
+                check_characters(_texts(example))
             except ReferenceSetError as error:
                 raise ReferenceSetError(f"{place}: {error}.") from None
             yield example
 
 
-def _check_characters(example: Example) -> None:
-    """Refuse halves of characters, which JSON can hold and tokenizers cannot read."""
-    said = [message["content"] for message in example.messages or ()]
-    for text in (example.prompt, example.completion, *example.distractors, *said):
+def _texts(example: Example) -> Iterator[object]:
+    yield from (example.prompt, example.completion, *example.distractors)
+    yield from (message["content"] for message in example.messages or ())
+
+
+def check_characters(texts: Iterable[object]) -> None:
+    """Refuse halves of characters, which JSON can hold and tokenizers cannot read.
+
+    Raises:
+        ReferenceSetError: There is one; the message is the end of a sentence.
+    """
+    for text in texts:
         try:
             if isinstance(text, str):
                 text.encode()
