@@ -265,6 +265,6 @@ def test_appending_the_whole_memory_s_examples_is_refused(
     same = tmp_path / "same.txt"
     same.write_text("3 4 5 6 7")
     memory = build_memory(zoo_olmoe, zoo_tokenizer, same, CONFIG)
-    with pytest.raises(MemoryMismatchError, match="holds exactly the examples of"):
+    with pytest.raises(MemoryMismatchError, match="holds exactly these examples"):
         append(memory, zoo_olmoe, zoo_tokenizer, same, CONFIG, folder=tmp_path / "copy")
     assert [path.name for path in tmp_path.iterdir()] == ["same.txt"]

@@ -59,8 +59,7 @@ def append(
         return memory
     if same_places(new, memory.provenance):
         raise MemoryMismatchError(
-            f"The memory holds exactly the examples of {str(examples)!r}. There is nothing to "
-            f"append."
+            "The memory holds exactly these examples already. There is nothing to append."
         )
     plan = {
         "append_to": digest_reference(memory.provenance),
