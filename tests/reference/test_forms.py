@@ -57,6 +57,7 @@ ANSWERED = Example("Question: 2 + 2?\nAnswer:", " 4", distractors=(" 3", " 5"))
             Example("5", "6", distractors=("7",)),
         ),
         ({"text": "[3, 4]"}, Example("", "[3, 4]")),
+        ({"question": "", "answer": "", "text": "3"}, Example("", "3")),
     ],
 )
 def test_every_form_of_row(row: Any, expected: Example) -> None:
@@ -90,6 +91,7 @@ def test_columns_may_have_other_names(row: Any, columns: dict[str, str], expecte
         ({}, {}, "has nothing"),
         ({"prompt": "3"}, {}, r"has 'prompt' \(str\)"),
         ({"conversations": [{"from": "tool", "value": "3"}]}, {}, "has a turn from 'tool'"),
+        ({"conversations": [{"from": ["gpt"], "value": "3"}]}, {}, r"has a turn from \['gpt'\]"),
         ({**QUIZ, "answer": "D"}, {}, "has the answer 'D', which is none of the choices"),
         ({**QUIZ, "choices": ["B", "A"], "answer": "A"}, {}, "which could mean several of"),
         ({**QUIZ, "answer": 3}, {}, "is none of the choices"),
@@ -107,6 +109,12 @@ def test_a_row_of_no_form_is_described(row: Any, columns: dict[str, str], messag
     with pytest.raises(ReferenceSetError, match=rf"^Example 1: .*{message}") as caught:
         load_examples([first, row], columns=columns)
     assert str(caught.value).endswith(".")
+
+
+def test_columns_that_are_no_mapping_are_refused() -> None:
+    columns: Any = "text"
+    with pytest.raises(ReferenceSetError, match=r"columns must be a mapping, .* got 'text'"):
+        load_examples([{"body": "3"}], columns=columns)
 
 
 def test_a_field_that_no_form_has_is_refused() -> None:

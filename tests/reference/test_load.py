@@ -237,6 +237,9 @@ def test_cells_of_pandas(tmp_path: Path) -> None:
     assert load_examples(frame) == [asked]
     frame.to_parquet(path)
     assert load_examples(pandas.read_parquet(path)) == [asked]
+    choices = {"text": ["3", "4"], "label": ["A", "B"]}
+    pandas.DataFrame([{**quiz, "choices": choices, "answer": "B"}]).to_parquet(path)
+    assert load_examples(pandas.read_parquet(path)) == [asked]
     assert load_examples(pandas.Series(["3", "4"])) == [Example("", "3"), Example("", "4")]
 
 
@@ -264,6 +267,8 @@ def test_examples_come_one_at_a_time() -> None:
         (datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}), "mapping of 'train'"),
         ("A text.\nOf two lines.", "is a text, not the name of a file. Give a list of texts"),
         ("word " * 1000, "is a text"),
+        ("word " * 60, "is a text"),
+        ("~nobody-at-all/r.jsonl", "There is no file or folder '~nobody-at-all/r.jsonl'"),
         ("no file at all", "There is no file or folder 'no file at all'"),
         (range(3), "^Example 0: must be .*; got int"),
     ],
@@ -388,6 +393,9 @@ def test_a_data_set_in_the_form_of_the_hub(tmp_path: Path, monkeypatch: pytest.M
     assert load_examples("org/name:small:validation") == [Example("", "3")]
     with pytest.raises(ReferenceSetError, match="cannot be loaded as a data set of the hub"):
         load_examples("org/name:big:dev")
+    for name in ("split", "format"):
+        with pytest.raises(ReferenceSetError, match="is a data set, which has rows: leave split"):
+            load_examples("org/name:big:train", **{name: "txt"})
 
 
 def test_a_data_set_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

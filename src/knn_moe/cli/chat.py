@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -28,6 +27,7 @@ from knn_moe.cli.common import (
     print_text,
 )
 from knn_moe.errors import ConfigError
+from knn_moe.support.folders import expand_home
 from knn_moe.support.registry import unknown_name
 from knn_moe.support.terminal import printable
 
@@ -106,7 +106,7 @@ def command(model: str, memories: tuple[str, ...], **options: Any) -> None:
 
 def _name(memories: tuple[str, ...]) -> dict[str, str]:
     """Name each memory by its folder, or by all that was given where that is not unique."""
-    short = [Path(memory).expanduser().resolve().name for memory in memories]
+    short = [expand_home(memory).resolve().name for memory in memories]
     unique = len(set(short)) == len(short)
     return dict(zip(short if unique else memories, memories, strict=True))
 
@@ -264,7 +264,7 @@ class _Chat:
         found, memory = self._session.explain()
         explanation = replace(found, model=self._model, memory=f"the memory {memory}")
         if page:
-            place = Path(page).expanduser()
+            place = expand_home(page)
             if place.is_dir():
                 raise ConfigError(f"{page!r} is a folder. Name a file to write the page to.")
             try:

@@ -38,7 +38,7 @@ from knn_moe.memory.writer import MemoryWriter, write_layers
 from knn_moe.reference.provenance import Provenance, check_droppable, concatenate, owners
 from knn_moe.reference.windows import ReferenceTokens, Span
 from knn_moe.routers.fingerprint import ModelIdentity
-from knn_moe.support.folders import TemporaryFolder, scratch_beside
+from knn_moe.support.folders import TemporaryFolder, expand_home, scratch_beside
 from knn_moe.support.given import describe
 
 _ROWS: Final = 4096  # copied at a time
@@ -143,7 +143,7 @@ class RoutingMemory:
             raise MemoryFormatError(
                 f"A memory is opened by its folder or hub id, and {describe(source)} is neither."
             )
-        folder = Path(source).expanduser()
+        folder = expand_home(source)
         if not folder.is_dir():
             if isinstance(source, Path) or source.startswith((".", "/", "~")):
                 raise MemoryFormatError(f"No memory at {str(source)!r}: there is no such folder.")

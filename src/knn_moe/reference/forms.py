@@ -69,11 +69,12 @@ def read_turns(turns: object) -> tuple[Mapping[str, Any], ...] | None:
         return None
     messages = []
     for turn in turns:  # type: ignore[attr-defined]  # just checked
-        if turn["from"] not in _ROLES:
+        role = _ROLES.get(str(turn["from"]))
+        if role is None:
             raise ReferenceSetError(
                 f"has a turn from {turn['from']!r}; known are {', '.join(map(repr, _ROLES))}"
             )
-        messages.append({"role": _ROLES[turn["from"]], "content": turn["value"]})
+        messages.append({"role": role, "content": turn["value"]})
     return tuple(messages)
 
 
@@ -174,11 +175,17 @@ def read_form(row: Row, columns: Mapping[str, str] | None = None) -> Parts:
     columns = columns or {}
     given: Row = rename(row, columns)
     given = find_choices({name: value for name, value in given.items() if value is not None})
-    for form in FORMS:
-        if set(columns) <= {*form.needs, *form.may} and all(name in given for name in form.needs):
-            parts = form.read(given)
-            if parts is not None:
-                return parts
+    fitting = [
+        form
+        for form in FORMS
+        if set(columns) <= {*form.needs, *form.may} and all(name in given for name in form.needs)
+    ]
+    # The cells of other forms are empty where a table has rows of several.
+    fitting.sort(key=lambda form: all(given[name] == "" for name in form.needs))
+    for form in fitting:
+        parts = form.read(given)
+        if parts is not None:
+            return parts
     raise ReferenceSetError(
         f"needs the columns of one of these forms: {KNOWN}; has {describe(row)}. Say which column "
         f'is which with --column text=NAME, in Python columns={{"text": "NAME"}}'
@@ -207,8 +214,12 @@ def check_columns(columns: Mapping[str, str], fields: Sequence[str] = FIELDS) ->
     """Refuse names that are no fields.
 
     Raises:
-        ReferenceSetError: There is one.
+        ReferenceSetError: There is one, or `columns` is no mapping.
     """
+    if not isinstance(columns, Mapping):
+        raise ReferenceSetError(
+            f'columns must be a mapping, such as {{"text": "body"}}; got {columns!r}.'
+        )
     for name in columns:
         if name not in fields:
             close = get_close_matches(name, fields, n=1)

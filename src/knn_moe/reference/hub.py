@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from knn_moe.errors import MissingDependencyError, ReferenceSetError
 from knn_moe.reference.files import Item
+from knn_moe.support.folders import expand_home
 from knn_moe.support.hub import hub_or_cache
 
 _NAME: Final = re.compile(
@@ -35,8 +36,9 @@ def parse_hub_name(name: str) -> HubName | None:
     if found is None:
         return None
     parsed = HubName(**found.groupdict())
-    if parsed.split is not None and Path(parsed.path).expanduser().is_dir():
-        return parsed._replace(path=str(Path(parsed.path).expanduser()))
+    folder = expand_home(parsed.path)
+    if parsed.split is not None and folder.is_dir():
+        return parsed._replace(path=str(folder))
     return parsed if _HUB_ID.fullmatch(parsed.path) else None
 
 

@@ -16,9 +16,11 @@ from knn_moe.errors import ReferenceSetError
 from knn_moe.reference import files
 from knn_moe.reference.files import DataFile, Item, find_format, open_file, open_stdin, read_file
 from knn_moe.reference.hub import open_hub, parse_hub_name, read_hub
+from knn_moe.support.folders import expand_home
 
 _NAMED: Final = 3  # skipped files that are named
 _LONGEST: Final = 1000  # characters of a name: more are a text
+_LONGEST_PART: Final = 255  # bytes of a name in a folder
 
 
 @dataclass
@@ -86,11 +88,11 @@ class Source:
         name = str(self.given)
         if name == files.STDIN:
             return self._check_split([open_stdin(self.format)])
-        if len(name) > _LONGEST or "\n" in name:
+        if "\n" in name or _is_too_long(name):
             raise ReferenceSetError(
                 f"{name[:40]!r}… is a text, not the name of a file. Give a list of texts."
             )
-        path = Path(name).expanduser()
+        path = expand_home(name)
         if path.is_dir():
             if self.format is not None:
                 raise ReferenceSetError(
@@ -104,6 +106,11 @@ class Source:
             raise ReferenceSetError(
                 f"There is no file or folder {name!r}. A data set of the hub is named as ORG/NAME "
                 f"or ORG/NAME:SPLIT."
+            )
+        if self.split is not None or self.format is not None:
+            raise ReferenceSetError(
+                f"{name!r} is a data set, which has rows: leave split (--split) and format "
+                f"(--format) out. A part of it is named as ORG/NAME:SPLIT."
             )
         return open_hub(hub)
 
@@ -138,7 +145,7 @@ class Source:
         many = f"{self.count:,} {noun}{'' if self.count == 1 else 's'}"
         opened = self._opened if self.is_named else []
         texts = isinstance(opened, list) and any(file.format in files.TEXT for file in opened)
-        folder = f"{len(opened)} files of " if Path(str(self.given)).is_dir() else ""
+        folder = f"{len(opened)} files of " if expand_home(str(self.given)).is_dir() else ""
         name = "standard input" if str(self.given) == files.STDIN else self.given
         said = f"Read {many} from {folder}{name}{self._describe_split() if texts else ''}."
         if not self.skipped:
@@ -187,6 +194,11 @@ def iter_rows(given: object) -> Iterator[Any]:
         yield from table
 
 
+def _is_too_long(name: str) -> bool:
+    parts = name.encode(errors="replace").split(b"/")
+    return len(name) > _LONGEST or any(len(part) > _LONGEST_PART for part in parts)
+
+
 def _can_iterate(given: object) -> bool:
     # A map-style data set of torch has no __iter__.
     return isinstance(given, Iterable) or (
@@ -198,5 +210,9 @@ def _plain(value: Any) -> Any:
     """Return a cell of a pandas DataFrame as Python has it: None where it is missing."""
     if type(value).__module__.partition(".")[0] == "numpy":
         value = value.tolist()
+    if isinstance(value, dict):
+        return {name: _plain(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_plain(part) for part in value]
     missing = type(value).__name__ in ("NAType", "NaTType")
     return None if missing or (isinstance(value, float) and value != value) else value

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from knn_moe.errors import ConfigError, ModelError, ModelTooLargeError
 from knn_moe.support.embedded_models import EMBEDDED_MODELS, embedded_model
+from knn_moe.support.folders import expand_home
 from knn_moe.support.hub import hub_or_cache
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def load_structure(name: str) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    place = Path(name).expanduser()
+    place = expand_home(name)
     close = get_close_matches(name, EMBEDDED_MODELS, n=1, cutoff=0.7)
     if close and name not in EMBEDDED_MODELS and not place.exists():
         raise ModelError(f"Unknown model {name!r}. Did you mean {close[0]!r}? {_CHOICES}")
@@ -137,7 +138,7 @@ def available_memory() -> int:
 
 def _folder(name: str) -> str:
     """Return what transformers loads: the folder of `name`, or the hub id that it is."""
-    place = Path(name).expanduser()
+    place = expand_home(name)
     return str(place) if place.is_dir() and name not in EMBEDDED_MODELS else embedded_model(name)
 
 

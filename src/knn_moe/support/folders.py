@@ -26,6 +26,14 @@ _EXCHANGE: Final = 2
 _SCRATCH: Final = "knn-moe-scratch-"  # in the name of every folder that may be swept
 
 
+def expand_home(name: str | Path) -> Path:
+    """Return a path with the home folder in place of ~; unchanged where there is no such user."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        return Path(name)
+
+
 def require_space(folder: Path, needed: int) -> None:
     """Refuse to write more bytes than there is room for.
 
