@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
 
@@ -43,3 +44,16 @@ def test_without_a_reply_only_the_cache_is_read(
         assert not reached
         assert constants.is_offline_mode()
     assert constants.is_offline_mode() is offline
+
+
+def test_threads_that_overlap_leave_the_hub_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    first, second = hub_or_cache(), hub_or_cache()
+    for enter in (first, second):
+        with ThreadPoolExecutor(1) as thread:
+            assert not thread.submit(enter.__enter__).result()
+    first.__exit__(None, None, None)
+    assert constants.is_offline_mode()
+    second.__exit__(None, None, None)
+    assert not constants.is_offline_mode()

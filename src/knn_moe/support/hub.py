@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from threading import Lock
 from typing import Final
 
 _TIMEOUT: Final = 4.0  # seconds for any reply at all
@@ -20,12 +21,38 @@ def hub_or_cache() -> Iterator[bool]:
     """
     from huggingface_hub import constants
 
-    offline = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = offline or not _replies(constants.ENDPOINT)
-    try:
-        yield not constants.HF_HUB_OFFLINE
-    finally:
-        constants.HF_HUB_OFFLINE = offline
+    reached = not constants.HF_HUB_OFFLINE and _replies(constants.ENDPOINT)
+    with nullcontext() if reached else _CACHE_ONLY:
+        yield reached
+
+
+class _CacheOnly:
+    """Turns the hub off while a thread is inside, and on again when the last one has left."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._threads = 0
+        self._before = False
+
+    def __enter__(self) -> None:
+        from huggingface_hub import constants
+
+        with self._lock:
+            if not self._threads:
+                self._before = constants.HF_HUB_OFFLINE
+            self._threads += 1
+            constants.HF_HUB_OFFLINE = True
+
+    def __exit__(self, *_: object) -> None:
+        from huggingface_hub import constants
+
+        with self._lock:
+            self._threads -= 1
+            if not self._threads:
+                constants.HF_HUB_OFFLINE = self._before
+
+
+_CACHE_ONLY: Final = _CacheOnly()
 
 
 def _replies(address: str) -> bool:
