@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
 from helpers.commands import assert_refused
+from knn_moe.cli.common import encode_prompt
 from knn_moe.cli.main import main
+from knn_moe.errors import ConfigError
 
 
 def generate(*arguments: str, given: bytes = b"") -> Result:
@@ -31,8 +35,19 @@ def test_the_prompt_is_read_from_standard_input(arguments: tuple[str, ...], give
 def test_what_is_no_prompt_is_refused() -> None:
     assert_refused(generate(given=b"A fever \xff"), "not UTF-8: byte 8 is 0xff")
     assert_refused(generate(given=b""), "The prompt has no tokens")
+    assert_refused(generate("A fever \udcff"), "The prompt is not UTF-8")
     refused = generate("fever " * 1030)
     assert_refused(refused, "tokens, and the model reads at most 1,024. Shorten the prompt")
+
+
+def test_a_prompt_goes_through_the_chat_template(tiny_tokenizer: Any) -> None:
+    talking = copy.deepcopy(tiny_tokenizer)
+    talking.chat_template = "<user>{{ messages[0].content }}</user>"
+    ids = encode_prompt(talking, "A fever", True, "cpu")["input_ids"]
+    assert talking.decode(ids[0]) == "<user>A fever</user>"
+    talking.chat_template = "{{ raise_exception('No fever, please') }}"
+    with pytest.raises(ConfigError, match="template refuses this: No fever, please"):
+        encode_prompt(talking, "A fever", True, "cpu")
 
 
 def test_a_text_that_the_context_cuts_short_is_announced() -> None:

@@ -160,7 +160,15 @@ def test_malformed_rows_are_refused(row: dict[str, Any], error: str, tmp_path: P
 
 @pytest.mark.parametrize(
     ("text", "error"),
-    [("{", "line 1: not JSON"), ("[1]\n", "line 1: must be an object.*list"), ("\n", "is empty")],
+    [
+        ("{", "line 1: not JSON"),
+        ("[1]\n", "line 1: must be an object.*list"),
+        (
+            '{"question": "A", "choices": ["\\ud800", "B"], "answer": 1}',
+            "line 1: has half of a char",
+        ),
+        ("\n", "is empty"),
+    ],
 )
 def test_malformed_files_are_refused(text: str, error: str, tmp_path: Path) -> None:
     (tmp_path / "mine_test.jsonl").write_text(text, encoding="utf8")

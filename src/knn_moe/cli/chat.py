@@ -264,11 +264,8 @@ class _Chat:
         found, memory = self._session.explain()
         explanation = replace(found, model=self._model, memory=f"the memory {memory}")
         if page:
-            place = expand_home(page)
-            if place.is_dir():
-                raise ConfigError(f"{page!r} is a folder. Name a file to write the page to.")
             try:
-                explanation.save(place)
+                explanation.save(expand_home(page))
             except OSError as error:
                 raise ConfigError(f"Cannot write {page!r}: {error.strerror}.") from None
             print_note(f"Wrote {page}.")

@@ -19,6 +19,7 @@ from knn_moe.cli.tables import print_paragraph as print_paragraph
 from knn_moe.cli.tables import print_table as print_table
 from knn_moe.errors import ConfigError
 from knn_moe.routers import load
+from knn_moe.support.characters import half_of_character
 from knn_moe.support.embedded_models import EMBEDDED_MODELS
 from knn_moe.support.progress import OnProgress, Progress
 from knn_moe.support.terminal import printable, printable_json
@@ -218,15 +219,17 @@ def encode_prompt(tokenizer: Any, prompt: str, chat: bool, device: Any) -> dict[
     """Return the inputs of `generate` for a prompt, which `chat` wraps in the chat template.
 
     Raises:
-        ConfigError: The prompt has no tokens, or the model has no chat template.
+        ConfigError: The prompt has no tokens or is not UTF-8, or the model has no chat template, or
+            one that refuses the prompt.
     """
+    if half_of_character(prompt) is not None:
+        raise ConfigError("The prompt is not UTF-8. Convert it to UTF-8.")
     if chat and tokenizer.chat_template is None:
         raise ConfigError("The model has no chat template. Leave out --chat.")
     if chat:
-        messages = [{"role": "user", "content": prompt}]
-        inputs = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
+        from knn_moe.chat.conversation import Conversation
+
+        inputs = Conversation(tokenizer).prompt(prompt, limit=None, reserved=0).inputs
     else:
         inputs = tokenizer(prompt, return_tensors="pt")
     if not inputs["input_ids"].numel():

@@ -39,7 +39,7 @@ def _use_config(context: click.Context, _: click.Parameter, path: Path | None) -
         return
     try:
         given = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise click.UsageError(f"{str(path)!r} is not a TOML file: {error}.") from None
     options = {
         _key(each): each

@@ -156,12 +156,14 @@ class Explanation:
         """Write the explanation as one HTML page, whole or not at all. It needs no network.
 
         Raises:
-            ConfigError: There is no folder to write it to.
+            ConfigError: There is no folder to write it to, or `path` is a folder itself.
         """
         from knn_moe.explain.page import render_explanation
         from knn_moe.pages.page import write_page
 
         place = Path(path)
+        if place.is_dir():
+            raise ConfigError(f"{str(path)!r} is a folder. Name a file to write the page to.")
         if not place.absolute().parent.is_dir():
             raise ConfigError(
                 f"There is no folder {str(place.parent)!r} to write {place.name!r} to."

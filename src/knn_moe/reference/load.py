@@ -10,6 +10,7 @@ from knn_moe.errors import ReferenceSetError
 from knn_moe.reference.examples import Example
 from knn_moe.reference.forms import check_columns
 from knn_moe.reference.source import Source
+from knn_moe.support.characters import half_of_character
 
 # A name, or anything that holds rows: a list, a DataFrame, a Dataset.
 Examples: TypeAlias = str | Path | Iterable[Any]
@@ -45,14 +46,11 @@ def check_characters(texts: Iterable[object]) -> None:
         ReferenceSetError: There is one; the message is the end of a sentence.
     """
     for text in texts:
-        try:
-            if isinstance(text, str):
-                text.encode()
-        except UnicodeEncodeError as error:
+        half = half_of_character(text) if isinstance(text, str) else None
+        if half is not None:
             raise ReferenceSetError(
-                f"has half of a character, {error.object[error.start]!r}, as of a text that was "
-                f"cut between its bytes"
-            ) from None
+                f"has half of a character, {half!r}, as of a text that was cut between its bytes"
+            )
 
 
 def load_examples(

@@ -13,6 +13,18 @@ from typing import Final, Protocol
 _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 
 
+def half_of_character(text: str) -> str | None:
+    """Return the first half of a character in `text`, which no tokenizer reads, or None.
+
+    JSON can hold one, and so can an argument that is not UTF-8.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return text[error.start]
+    return None
+
+
 class Decodes(Protocol):
     """A tokenizer, as far as it is needed here."""
 

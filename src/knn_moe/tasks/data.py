@@ -16,6 +16,7 @@ from typing import Final, TypeVar
 
 from knn_moe.errors import MissingDependencyError, ReferenceSetError, TaskDataError
 from knn_moe.reference import files
+from knn_moe.reference.load import check_characters
 from knn_moe.reference.quiz import choose_answers, find_choices, read_cell
 from knn_moe.support.hub import hub_or_cache
 from knn_moe.tasks.task import Hub, Package, Row, Task
@@ -94,6 +95,11 @@ def _read_row(item: files.Item) -> Row:
             f"{item.place}: must be an object, which has columns; got {type(item.value).__name__}."
         )
     row = find_choices({name: cell for name, cell in item.value.items() if cell is not None})
+    try:
+        choices = row.get("choices")
+        check_characters([*row.values(), *(choices if isinstance(choices, list) else ())])
+    except ReferenceSetError as error:
+        raise TaskDataError(f"{item.place}: {error}.") from None
     if "tests" in row:
         row = {**row, "tests": read_cell(row["tests"])}
     number = row.get("answer")
