@@ -10,6 +10,7 @@ import pytest
 from helpers.commands import assert_refused, run_cli, save_model
 from knn_moe import RoutingMemory
 from knn_moe.bench.models import number_tokenizer
+from knn_moe.support.given import kind_of_place
 
 
 @pytest.mark.parametrize(
@@ -103,7 +104,8 @@ def test_a_truncated_memory(saved_memory: Path, saved_model: Path, tmp_path: Pat
         ("build MODEL REF -o OUT --preset strong", "use `--calibrate`"),
         ("build MODEL REF -o OUT --gradient steep", "Unknown gradient"),
         ("build MODEL REF -o OUT --learning-rate -1", "learning_rate must be positive"),
-        ("build MODEL REF -o OUT --device abacus", "abacus"),
+        ("build MODEL REF -o OUT --device abacus", "no such kind of device"),
+        ("label MODEL REF -o OUT.jsonl --samples 4", "--samples is for --by agreement"),
         ("build MODEL REF -o OUT --device cuda:77", "cuda:77"),
         ("build MODEL REF -o OUT --head", "Add --calibrate"),
         ("build MODEL REF -o OUT --split none", "Only plain text is split"),
@@ -119,6 +121,16 @@ def test_a_truncated_memory(saved_memory: Path, saved_model: Path, tmp_path: Pat
         ("generate MODEL 3 --temperature -1", "-1"),
         ("generate MODEL 3 --max-new-tokens 0", "0"),
         ("generate MODEL 3 --compare", "--compare needs a --memory"),
+        ("generate MODEL 3 -k 3", "-k needs a --memory"),
+        ("chat MODEL -k 3", "-k needs a --memory"),
+        ("routers REF", "It is a file"),
+        ("routers MEMORY", "It is a memory"),
+        ("routers EMPTY", "The name is empty"),
+        ("build REF MODEL -o OUT", "is a model, not a reference set"),
+        ("build MODEL MEMORY -o OUT", "is a memory, not a reference set"),
+        ("build MODEL tiny-olmoe -o OUT", "is a model, not a reference set"),
+        ("build MODEL REF -o OUT --append MEMORY", "exactly these examples already"),
+        ("build MODEL REF -o MEMORY", "or overwrite it with --overwrite"),
         ("generate MODEL 3 --control random", "--control needs a --memory"),
         ("generate MODEL 3 --device meta", "meta"),
         ("merge MEMORY -o REF/memory", "Cannot read or write"),
@@ -133,6 +145,9 @@ def test_a_truncated_memory(saved_memory: Path, saved_model: Path, tmp_path: Pat
         ("compress MEMORY -o OUT --dims 50", "a multiple of 64, got 50"),
         ("compress MEMORY -o OUT --dims 0", "dims must be a whole number"),
         ("compress MEMORY -o OUT --probes 0", "probes must be a whole number"),
+        ("compress MEMORY -o OUT --index ivfpq --bits 4", "--bits has no effect on --index ivfpq"),
+        ("compress MEMORY -o OUT --index faiss-flat --rerank", "--rerank has no effect"),
+        ("compress tiny-olmoe -o OUT", "it is a model"),
         ("compress MEMORY -o OUT --similarity l2", "Unknown similarity"),
         ("compress MEMORY -o OUT --device abacus", "abacus"),
         ("prune MEMORY -o OUT", "Pruning by loss needs the model"),
@@ -169,3 +184,9 @@ def test_bad_options(
     assert_refused(run_cli(*(word.replace("EMPTY", "") for word in command.split())), message)
     assert sorted(saved_memory.iterdir()) == before
     assert list(tmp_path.iterdir()) == []
+
+
+def test_places_are_told_from_each_other(saved_memory: Path, saved_model: Path) -> None:
+    kinds = (saved_memory, saved_model, "tiny-olmoe", saved_model / "config.json", "nowhere")
+    expected = ["a memory", "a model", "a model", "a file", None]
+    assert [kind_of_place(place) for place in kinds] == expected

@@ -38,7 +38,7 @@ def test_what_is_kept_is_said(saved_memory: Path, other: Path, tmp_path: Path) -
     said = merge(saved_memory, other, "-o", tmp_path / "both")
     both = RoutingMemory.from_pretrained(tmp_path / "both")
     assert f"Kept: all {len(both):,} cases with their values" in said
-    assert f"the settings of '{saved_memory}': preset paper, 1 steps of 5 to build; K = 1" in said
+    assert f"the settings of '{saved_memory}': preset paper, 1 step of 5 to build; K = 1" in said
     assert "1 examples are in more than one" in said
     assert "Computed again: the width (γ)" in said
     assert "Dropped" not in said

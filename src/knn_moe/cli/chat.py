@@ -81,6 +81,8 @@ def command(model: str, memories: tuple[str, ...], **options: Any) -> None:
     model alone, compare the two, explain the last reply. Ctrl-C stops a reply, Ctrl-D ends the
     session. Without a terminal each line of standard input is answered, and Ctrl-C ends it.
     """
+    if options["neighbours"] is not None and not memories:
+        raise click.UsageError("-k needs a --memory to recall from.")
     from knn_moe.chat.session import Session
     from knn_moe.inference.several import attach_all
     from knn_moe.inference.streaming import Sampling

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -25,6 +26,11 @@ if TYPE_CHECKING:
     from knn_moe.memory.memory import RoutingMemory
 
 _CONFIG: Final = ("kind", "dims", "bits", "value_bits", "probes", "rerank")
+_TAKES: Final = {
+    "fast": ("dims", "bits", "value_bits", "probes", "rerank"),
+    "ivfpq": ("dims", "probes", "rerank"),
+    "faiss-flat": (),
+}
 
 
 @click.command(name="compress")
@@ -79,6 +85,7 @@ def command(memory: str, output: Path, as_json: bool, **options: Any) -> None:
 
     overwrite, similarity = options["overwrite"], options["similarity"]
     refuse_existing(output, overwrite=overwrite)
+    _check_combination(options)
     index = IndexConfig(**pick_given(options, *_CONFIG))
     opened = RoutingMemory.from_pretrained(memory)
     if similarity is not None:
@@ -90,6 +97,16 @@ def command(memory: str, output: Path, as_json: bool, **options: Any) -> None:
             opened, index, output, device=device, overwrite=overwrite, on_progress=report
         )
     _show(opened, small, output, as_json)
+
+
+def _check_combination(options: Mapping[str, Any]) -> None:
+    """Refuse options that the chosen index has no use for."""
+    kind, takes = options["kind"], _TAKES[options["kind"]]
+    for name in pick_given(options, *_CONFIG):
+        if name != "kind" and options[name] and name not in takes:
+            raise click.UsageError(
+                f"--{name.replace('_', '-')} has no effect on --index {kind}. Leave one out."
+            )
 
 
 def _show(whole: RoutingMemory, small: RoutingMemory, output: Path, as_json: bool) -> None:

@@ -75,9 +75,9 @@ def command(model: str, prompt: str | None, as_json: bool, **options: Any) -> No
     After the text, a table shows for each layer the mean confidence (λ) and the share of tokens
     whose experts the memory changed.
     """
+    _check_combination(options)
     from knn_moe.memory.memory import RoutingMemory
 
-    _check_combination(options)
     memory = None
     if options["memory"] is not None:
         memory = RoutingMemory.from_pretrained(options["memory"])
@@ -126,14 +126,16 @@ def _read_prompt(asked: str | None) -> str:
 
 def _check_combination(options: Mapping[str, Any]) -> None:
     """Refuse what cannot be done before anything is loaded."""
-    from knn_moe.adapt.controls import CONTROLS
-
     if options["compare"] and options["memory"] is None:
         raise click.UsageError("--compare needs a --memory to compare with.")
+    if options["neighbours"] is not None and options["memory"] is None:
+        raise click.UsageError("-k needs a --memory to recall from.")
     if options["control"] is not None:
-        CONTROLS.find(options["control"])
         if options["memory"] is None:
             raise click.UsageError("--control needs a --memory to change.")
+        from knn_moe.adapt.controls import CONTROLS
+
+        CONTROLS.find(options["control"])
 
 
 def _check_room(network: Any, inputs: Mapping[str, Any], wanted: int) -> None:

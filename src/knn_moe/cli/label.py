@@ -104,6 +104,9 @@ def command(model: str, prompts: Path, output: Path, as_json: bool, **options: A
     given = pick_given(options, *_CONFIG)
     config = LabelConfig(**({"by": "judge"} if options["url"] else {}) | given)
     judge = _open_judge(config.by, options["url"], options["judge_model"], output)
+    for name in () if config.by == "agreement" else ("samples", "temperature"):
+        if name in given:
+            raise click.UsageError(f"--{name} is for --by agreement, got --by {config.by}.")
     _check_output(output, overwrite=options["overwrite"])
     source = open_source(prompts, options, noun="Prompt", default_split="\n")
     unanswered = read_prompts(source, options["columns"])  # before the model is loaded

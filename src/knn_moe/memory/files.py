@@ -31,9 +31,11 @@ from knn_moe.memory.schema import read_json, read_value
 from knn_moe.reference.windows import Span
 from knn_moe.support.files import write_whole
 from knn_moe.support.folders import put_in_place, require_space, sync_tree
+from knn_moe.support.given import MEMORY_CONFIG
+from knn_moe.support.hub import hub_or_cache
 
 FORMAT_VERSION: Final = 5  # 3 and 4, which name some fields otherwise, are read as well
-CONFIG_FILE: Final = "memory_config.json"
+CONFIG_FILE: Final = MEMORY_CONFIG
 TOKENS_FILE: Final = "tokens.safetensors"
 HEAD_FILE: Final = "head.safetensors"
 _CHUNK: Final = 1 << 24
@@ -244,13 +246,14 @@ def download(repo_id: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    reached = True
     try:
-        return Path(snapshot_download(repo_id, revision=revision))
+        with hub_or_cache() as reached:
+            return Path(snapshot_download(repo_id, revision=revision))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise MemoryFormatError(
-            f"No memory at {repo_id!r}: no such folder, and the hub did not give it ({reason})"
-        ) from None
+        why = f"the hub did not give it ({reason})" if reached else "the hub cannot be reached"
+        raise MemoryFormatError(f"No memory at {repo_id!r}: no such folder, and {why}.") from None
 
 
 def check_file(folder: Path, entry: Mapping[str, Any], *, contents: bool) -> Path:
@@ -316,7 +319,8 @@ def refuse_existing(folder: Path, *, overwrite: bool) -> None:
         return
     if not overwrite:
         raise MemoryFormatError(
-            f"{str(folder)!r} exists already. Choose another folder, or overwrite it."
+            f"{str(folder)!r} exists already. Choose another folder, or overwrite it with "
+            f"--overwrite (in Python overwrite=True)."
         )
     if not (folder / CONFIG_FILE).is_file():
         raise MemoryFormatError(f"{str(folder)!r} is not a memory and will not be overwritten.")

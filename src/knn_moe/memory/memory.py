@@ -39,7 +39,7 @@ from knn_moe.reference.provenance import Provenance, check_droppable, concatenat
 from knn_moe.reference.windows import ReferenceTokens, Span
 from knn_moe.routers.fingerprint import ModelIdentity
 from knn_moe.support.folders import TemporaryFolder, expand_home, scratch_beside
-from knn_moe.support.given import describe
+from knn_moe.support.given import describe, kind_of_place
 
 _ROWS: Final = 4096  # copied at a time
 
@@ -145,6 +145,9 @@ class RoutingMemory:
             )
         folder = expand_home(source)
         if not folder.is_dir():
+            kind = kind_of_place(source)
+            if kind is not None:
+                raise MemoryFormatError(f"No memory at {str(source)!r}: it is {kind}.")
             if isinstance(source, Path) or source.startswith((".", "/", "~")):
                 raise MemoryFormatError(f"No memory at {str(source)!r}: there is no such folder.")
             folder = files.download(source, revision)

@@ -116,9 +116,10 @@ def describe_merge(memories: Sequence[RoutingMemory]) -> list[str]:
 def _describe_kept(memories: Sequence[RoutingMemory]) -> Iterator[str]:
     first = memories[0]
     build, routing = first.build, first.manifest.without_calibration().routing
+    steps = "1 step" if build.steps == 1 else f"{build.steps} steps"
     yield (
         f"Kept: all {sum(map(len, memories)):,} cases with their values, and the settings of "
-        f"{_name(first, 0)}: preset {build.preset}, {build.steps} steps of {build.learning_rate:g} "
+        f"{_name(first, 0)}: preset {build.preset}, {steps} of {build.learning_rate:g} "
         f"to build; K = {routing.k} and {routing.similarity} similarity to recall."
     )
     sparing = _names(memories, [memory.routing.spare_first_token for memory in memories])

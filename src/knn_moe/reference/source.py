@@ -17,6 +17,7 @@ from knn_moe.reference import files
 from knn_moe.reference.files import DataFile, Item, find_format, open_file, open_stdin, read_file
 from knn_moe.reference.hub import open_hub, parse_hub_name, read_hub
 from knn_moe.support.folders import expand_home
+from knn_moe.support.given import kind_of_place
 
 _NAMED: Final = 3  # skipped files that are named
 _LONGEST: Final = 1000  # characters of a name: more are a text
@@ -92,7 +93,11 @@ class Source:
             raise ReferenceSetError(
                 f"{name[:40]!r}… is a text, not the name of a file. Give a list of texts."
             )
-        path = expand_home(name)
+        path, kind = expand_home(name), kind_of_place(name)
+        if kind in ("a memory", "a model"):
+            raise ReferenceSetError(
+                f"{name!r} is {kind}, not a reference set. Name a file or folder of examples."
+            )
         if path.is_dir():
             if self.format is not None:
                 raise ReferenceSetError(

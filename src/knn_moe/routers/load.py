@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from knn_moe.errors import ConfigError, ModelError, ModelTooLargeError
 from knn_moe.support.embedded_models import EMBEDDED_MODELS, embedded_model
 from knn_moe.support.folders import expand_home
+from knn_moe.support.given import kind_of_place
 from knn_moe.support.hub import hub_or_cache
 
 if TYPE_CHECKING:
@@ -88,6 +89,13 @@ def load_structure(name: str) -> Any:
     close = get_close_matches(name, EMBEDDED_MODELS, n=1, cutoff=0.7)
     if close and name not in EMBEDDED_MODELS and not place.exists():
         raise ModelError(f"Unknown model {name!r}. Did you mean {close[0]!r}? {_CHOICES}")
+    kind = kind_of_place(name)
+    if kind in ("a file", "a memory"):
+        raise _cannot_load(name, f"It is {kind}. {_CHOICES}")
+    if not name.strip():
+        raise _cannot_load(name, f"The name is empty. {_CHOICES}")
+    if name not in EMBEDDED_MODELS and place.is_dir() and not (place / "config.json").exists():
+        raise _cannot_load(name, f"The folder has no config.json. {_CHOICES}")
     if name.startswith((".", "/", "~")) and not place.is_dir():
         raise _cannot_load(name, f"There is no such folder. {_CHOICES}")
     reached = True
@@ -121,7 +129,12 @@ def pick_device(device: str | torch.device | None) -> torch.device:
         found = torch.device(device)
         torch.empty(1, device=found).item()
     except (RuntimeError, AssertionError) as error:
-        raise ModelError(f"Cannot run on device {str(device)!r}: {_first_line(error)}") from None
+        reason = _first_line(error).rstrip(".")
+        if reason.startswith("Expected one of"):
+            reason = "There is no such kind of device"
+        raise ModelError(
+            f"Cannot run on device {str(device)!r}: {reason}. Use another one, such as cpu."
+        ) from None
     return found
 
 

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
+
+from knn_moe.support.embedded_models import EMBEDDED_MODELS
+from knn_moe.support.folders import expand_home
+
+MEMORY_CONFIG: Final = "memory_config.json"  # which every memory has
 
 
 def describe(given: object) -> str:
@@ -14,6 +20,19 @@ def describe(given: object) -> str:
         return f"a {kind} of {len(given)}"
     shown = repr(given)
     return f"a {kind}" if len(shown) > 60 or "\n" in shown else f"{shown} (of type {kind})"
+
+
+def kind_of_place(place: str | Path) -> str | None:
+    """Return what is at `place`: "a file", "a memory" or "a model", or None if none of these."""
+    path = expand_home(place)
+    if path.is_file():
+        return "a file"
+    if (path / MEMORY_CONFIG).is_file():
+        return "a memory"
+    if str(place) in EMBEDDED_MODELS and not path.is_dir():
+        return "a model"
+    config = path / "config.json"
+    return "a model" if config.is_file() and b'"model_type"' in config.read_bytes() else None
 
 
 def say_no_model(given: object) -> str:
