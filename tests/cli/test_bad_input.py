@@ -51,6 +51,17 @@ def test_no_such_model(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_memory_of_the_hub_is_asked_for_there(
+    reference_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    out = ("-o", tmp_path / "out")
+    append = ("build", "tiny-olmoe", reference_file, "--append", "org/memory", *out)
+    for arguments in (("calibrate", "tiny-olmoe", "org/memory", *out), append):
+        assert_refused(run_cli(*arguments), "'org/memory'", "the hub cannot be reached")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_model_without_routers(reference_file: Path, tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -181,7 +181,7 @@ def _open_appendable(folder: Path) -> RoutingMemory:
     """Open the memory to append to, which needs its keys and the values of its own build."""
     from knn_moe.memory.memory import RoutingMemory
 
-    memory = RoutingMemory.from_pretrained(folder)
+    memory = RoutingMemory.from_pretrained(str(folder))  # a Path would be no hub id
     memory.full_layers()
     if memory.manifest.values_trained:
         raise ConfigError(

@@ -93,7 +93,7 @@ def command(
     if reference is None and any(options[name] for name in OPTIONS):
         raise click.UsageError("--column, --split and --format need a REFERENCE to be read.")
     examples = None if reference is None else open_reference(reference, options)
-    opened = RoutingMemory.from_pretrained(memory)
+    opened = RoutingMemory.from_pretrained(str(memory))  # a Path would be no hub id
     network, tokenizer = load_model(model, options["device"], options["dtype"])
     with show_progress("Calibrating") as report:
         calibration = calibrate(
