@@ -186,6 +186,12 @@ def test_text_from_standard_input(stdin: Stdin) -> None:
     stdin(b"")
     with pytest.raises(ReferenceSetError, match="'standard input' is empty"):
         load_examples("-")
+    for text in (b"[A link](of Markdown)", b"[1] and [2]"):  # it begins as JSON does
+        stdin(text)
+        with pytest.raises(ReferenceSetError, match=r"not JSON .*If it is text, .*--format txt"):
+            load_examples("-")
+        stdin(text)
+        assert load_examples("-", format="txt") == [Example("", text.decode())]
 
 
 def test_a_pipe_is_read_as_standard_input_is(tmp_path: Path) -> None:

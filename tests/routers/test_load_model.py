@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from helpers.commands import save_model
-from knn_moe import load_model
+from knn_moe import RoutingMemory, find_routers, load_model
 from knn_moe.errors import ConfigError, ModelError, ModelTooLargeError
 from knn_moe.routers import load
 
@@ -21,6 +21,14 @@ def test_an_embedded_model_is_loaded_ready_to_be_used() -> None:
     assert not model.training
     inputs = tokenizer("The import statement", return_tensors="pt").to(model.device)
     assert model.generate(**inputs, max_new_tokens=2).shape[1] > inputs["input_ids"].shape[1]
+
+
+def test_an_embedded_model_comes_before_a_folder_of_its_name(
+    zoo_memory: RoutingMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zoo_memory.save_pretrained(tmp_path / "tiny-olmoe")
+    monkeypatch.chdir(tmp_path)
+    assert len(find_routers(load.load_structure("tiny-olmoe"))) == 6
 
 
 @pytest.mark.parametrize("dtype", ["float32", torch.float32])

@@ -54,6 +54,7 @@ class DataFile:
     name: str
     format: str
     open: Callable[[], BinaryIO]
+    guessed: bool = False  # whether only its first characters say which format it has
 
 
 def find_format(path: Path) -> str | None:
@@ -101,7 +102,7 @@ def _hold(name: str, data: bytes, given: str | None) -> DataFile:
 
     Without a format it is taken for JSON if it begins with "{" or "[", and else for text.
     """
-    return DataFile(name, given or _guess_format(data), lambda: io.BytesIO(data))
+    return DataFile(name, given or _guess_format(data), lambda: io.BytesIO(data), not given)
 
 
 def _guess_format(data: bytes) -> str:
@@ -211,11 +212,16 @@ def _parse_lines(file: DataFile, lines: TextIO) -> Iterator[Item]:
             try:
                 yield Item(place, json.loads(line))
             except (ValueError, RecursionError) as error:
-                raise ReferenceSetError(f"{place}: not JSON ({_reason(error)}).") from None
+                raise _not_json(file, place, _reason(error)) from None
 
 
 def _reason(error: Exception) -> str:
     return error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+
+
+def _not_json(file: DataFile, place: str, reason: str) -> ReferenceSetError:
+    hint = " If it is text, say so: --format txt." if file.guessed else ""
+    return ReferenceSetError(f"{place}: not JSON ({reason}).{hint}")
 
 
 def _read_json(file: DataFile) -> Iterator[Item]:
@@ -232,7 +238,7 @@ def _read_json(file: DataFile) -> Iterator[Item]:
             yield from _parse_lines(file, io.StringIO(whole))
             return
         line = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-        raise ReferenceSetError(f"{file.name}{line}: not JSON ({reason}).") from None
+        raise _not_json(file, f"{file.name}{line}", reason) from None
     if isinstance(found, dict):
         lists = (found[name] for name in _LISTS if isinstance(found.get(name), list))
         found = next(lists, [found])

@@ -89,7 +89,7 @@ def load_structure(name: str) -> Any:
     close = get_close_matches(name, EMBEDDED_MODELS, n=1, cutoff=0.7)
     if close and name not in EMBEDDED_MODELS and not place.exists():
         raise ModelError(f"Unknown model {name!r}. Did you mean {close[0]!r}? {_CHOICES}")
-    kind = kind_of_place(name)
+    kind = None if name in EMBEDDED_MODELS else kind_of_place(name)
     if kind in ("a file", "a memory"):
         raise _cannot_load(name, f"It is {kind}. {_CHOICES}")
     if not name.strip():

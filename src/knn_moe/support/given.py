@@ -1,4 +1,4 @@
-"""Say what was given where something else was wanted. Knows Python's values, nothing of ours."""
+"""Say what was given where something else was wanted: a value of Python, or what is at a place."""
 
 from __future__ import annotations
 
