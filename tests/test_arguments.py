@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from helpers.text_task import text_data
 from helpers.zoo import TEXTS
 from knn_moe import (
     KnnMoeError,
@@ -24,7 +25,7 @@ from knn_moe import (
     find_routers,
     prune,
 )
-from knn_moe.methods import ZeroShot
+from knn_moe.methods import KnnMoe, ZeroShot
 
 
 def test_what_is_given_is_named(
@@ -33,6 +34,10 @@ def test_what_is_given_is_named(
     def evaluated() -> object:
         return evaluate(zoo_olmoe, zoo_tokenizer, "t.jsonl", ZeroShot(), folder=tmp_path)  # type: ignore[arg-type]
 
+    def by_name() -> object:
+        return evaluate(zoo_olmoe, zoo_tokenizer, data, "knn", folder=tmp_path)  # type: ignore[arg-type]
+
+    data = text_data()
     build: Callable[..., object] = build_memory
     name = type(zoo_tokenizer).__name__
     calls: list[tuple[Callable[[], object], str]] = [
@@ -47,6 +52,7 @@ def test_what_is_given_is_named(
         (lambda: compress(None, "fast", tmp_path / "out"), "None is neither"),  # type: ignore[arg-type]
         (lambda: prune(zoo_olmoe, [zoo_memory]), "a list of 1 is neither"),  # type: ignore[arg-type]
         (evaluated, r"'t.jsonl' \(of type str\) has none: open_task"),
+        (by_name, r"by a method, such as ZeroShot\(\).* and 'knn' \(of type str\) is none"),
     ]
     for call, words in calls:
         with pytest.raises(KnnMoeError, match=words):
@@ -67,3 +73,4 @@ def test_memories_are_worked_on_by_their_folders(
         )
     assert len(prune(None, str(folder), 0.5, by="chance")) == round(len(zoo_memory) / 2)
     assert compress(folder, "fast", tmp_path / "fast").compressed
+    assert len(KnnMoe(folder).memory) == len(zoo_memory)  # type: ignore[arg-type]

@@ -132,6 +132,12 @@ def test_a_generation_prompt_unlike_the_turn_ends_where_they_part(chat_tokenizer
     assert tokens.ids[tokens.completion_start :] == [7, 8, 100]
 
 
+def test_a_message_without_text_is_refused(chat_tokenizer: Any) -> None:
+    chat_tokenizer.chat_template = "{% for one in messages %}{{ one.content + '.' }}{% endfor %}"
+    with pytest.raises(ReferenceSetError, match=r"template refused a conversation: .*None"):
+        tokenise(Example.of([{"role": "user", "content": None}]), chat_tokenizer)
+
+
 def test_messages_need_a_chat_template(zoo_tokenizer: Any) -> None:
     with pytest.raises(ReferenceSetError, match="no chat template"):
         tokenise(Example.of(CHAT), zoo_tokenizer)

@@ -169,6 +169,7 @@ def evaluate(
         The whole run.
 
     Raises:
+        ConfigError: `method` is no method.
         ProgramError: The task runs generated programs, without consent or where nothing confines
             them.
         RunError: There is a run in `folder` already, or it cannot be resumed.
@@ -178,6 +179,11 @@ def evaluate(
         raise TaskDataError(
             f"A task is evaluated with its rows, and {describe(data)} has none: open_task reads "
             f"them."
+        )
+    if not isinstance(method, Method | PreparedMethod):
+        raise ConfigError(
+            f"A model is evaluated by a method, such as ZeroShot() or KnnMoe(memory), and "
+            f"{describe(method)} is none."
         )
     check_programs([data.task])
     config = config or EvalConfig()

@@ -17,6 +17,7 @@ from knn_moe.build.build import build_memory, reference_tokens
 from knn_moe.config import CalibrationConfig, RoutingConfig
 from knn_moe.errors import CalibrationError
 from knn_moe.index import IndexConfig
+from knn_moe.inference.arguments import open_memory
 from knn_moe.inference.attach import Routing, attach, check_belongs
 from knn_moe.memory.files import CONFIG_FILE
 from knn_moe.memory.memory import RoutingMemory
@@ -30,11 +31,14 @@ PAPER: Final = "paper"  # the preset of the paper
 
 @dataclass(frozen=True)
 class KnnMoe(Method):
-    """The model with a routing memory."""
+    """The model with a routing memory, which may be given as its folder or hub id."""
 
     memory: RoutingMemory = field(repr=False)
     config: RoutingConfig | None = None  # None: the memory's own
     name: str = "knn"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "memory", open_memory(self.memory))
 
     def facts(self) -> Mapping[str, Any]:
         config, manifest = self.config or self.memory.routing, self.memory.manifest

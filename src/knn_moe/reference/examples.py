@@ -128,6 +128,6 @@ def _apply_template(
             tokenize=True,
             return_dict=True,
         )
-    except TemplateError as error:
+    except (TemplateError, TypeError) as error:  # TypeError: a content that is no text
         raise ReferenceSetError(f"The chat template refused a conversation: {error}.") from None
     return list(encoded["input_ids"])
