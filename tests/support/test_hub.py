@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
 
@@ -44,6 +46,25 @@ def test_without_a_reply_only_the_cache_is_read(
         assert not reached
         assert constants.is_offline_mode()
     assert constants.is_offline_mode() is offline
+
+
+def test_a_hub_that_does_not_reply_is_not_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("knn_moe.support.hub._TIMEOUT", 0.1)
+        silent.settimeout(0.1)
+        for _ in range(3):
+            with hub_or_cache() as reached:
+                assert not reached
+        with suppress(TimeoutError):
+            while True:
+                asked.append(silent.accept()[0])
+    for connection in asked:
+        connection.close()
+    assert len(asked) == 1
 
 
 def test_threads_that_overlap_leave_the_hub_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,6 +83,7 @@ def build_memory(
         MemoryFormatError: There is something in `folder`, and `overwrite` is not set.
         ReferenceSetError: The examples cannot be read, or do not fit the model.
         ModelTooLargeError: A batch does not fit in memory beside the model.
+        DiskFullError: The disk has less space than the memory needs.
     """
     holds = TemporaryFolder() if folder is None else None
     target = holds.path / "memory" if holds else Path(str(folder))

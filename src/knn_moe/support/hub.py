@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from threading import Lock
 from typing import Final
 
 _TIMEOUT: Final = 4.0  # seconds for any reply at all
+_PAUSE: Final = 60.0  # seconds in which a hub that did not reply is not asked again
+_SILENT: Final[dict[str, float]] = {}  # hubs that did not reply, and until when they are not asked
 
 
 @contextmanager
@@ -58,9 +61,12 @@ _CACHE_ONLY: Final = _CacheOnly()
 def _replies(address: str) -> bool:
     from huggingface_hub import get_session
 
+    if time.monotonic() < _SILENT.get(address, 0.0):
+        return False
     try:
         # The hub's own client, for it knows the proxies. Any reply will do, a refusal too.
         get_session().head(address, timeout=_TIMEOUT)
     except Exception:  # which errors there are depends on the release
+        _SILENT[address] = time.monotonic() + _PAUSE
         return False
     return True
