@@ -34,3 +34,14 @@ def test_a_change_that_is_not_judged_has_no_p_and_a_note() -> None:
     (change,) = [line for line in shown.splitlines() if "change of score  +" in line]
     assert change.endswith("not judged")
     assert "zero-shot gave no answer in 60 of 60 outputs" in shown.splitlines()[-1]
+
+
+def test_a_comparison_on_several_tasks_says_that_p_is_corrected() -> None:
+    runs = [
+        make_run(method, scores, task=task)
+        for task in ("quiz", "riddles")
+        for method, scores in (("zero-shot", [0.0, 1.0] * 50), ("knn", [0.0, 1.0, 1.0, 1.0] * 25))
+    ]
+    shown = str(compare_runs(runs, "zero-shot", resamples=200))
+    assert shown.splitlines()[-1] == "The p of a task's score is corrected for 2 tasks (Holm)."
+    assert "Holm" not in str(compare_runs(runs[:2], "zero-shot", resamples=200))

@@ -28,12 +28,14 @@ _COLUMNS: Final = (
 
 def comparison_table(lines: Sequence[Line], against: str, doubts: Sequence[str]) -> SummaryTable:
     """Return a row for each line; `doubts` are sentences on changes that are not judged."""
+    tested = {line.task for line in lines if line.adjusted_p is not None}
+    holm = f"The p of a task's score is corrected for {len(tested)} tasks (Holm)."
     return SummaryTable(
         title=f"Changes against {against}, with 95 % intervals; losses in nats per token",
         columns=_COLUMNS,
         rows=[_row(line) for line in lines],
         texts=2,
-        notes=doubts,
+        notes=[holm, *doubts] if len(tested) > 1 else doubts,
     )
 
 
