@@ -94,6 +94,6 @@ def test_a_page_needs_a_folder(tmp_path: Path) -> None:
     assert "</html>" in (tmp_path / "page.html").read_text(encoding="utf8")
     with pytest.raises(ConfigError, match=r"no folder '.*none' to write 'page.html' to"):
         explanation.save(tmp_path / "none" / "page.html")
-    with pytest.raises(ConfigError, match=r"is a folder\. Name a file"):
+    with pytest.raises(ConfigError, match=r"is a folder\. Name a file in it"):
         explanation.save(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]

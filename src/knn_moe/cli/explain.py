@@ -26,6 +26,7 @@ from knn_moe.cli.common import (
     print_text,
 )
 from knn_moe.memory.card import describe_head
+from knn_moe.support.files import check_place
 
 if TYPE_CHECKING:
     from knn_moe.explain.explanation import Explanation
@@ -71,10 +72,8 @@ def command(model: str, prompt: str, output: Path | None, as_json: bool, **optio
     With --layer a line shows the distance (1 is typical), λ, and the experts that were added and
     removed, each with the change of its logit. The page has all recalled cases.
     """
-    if output is not None and not output.absolute().parent.is_dir():
-        raise click.UsageError(
-            f"There is no folder {str(output.parent)!r} to write {output.name!r} to."
-        )
+    if output is not None:
+        check_place(output)
     explanation, layers = _explain(model, prompt, options), options["layers"]
     chosen = explanation.only(layers) if layers else explanation
     chosen = replace(chosen, model=model, memory=f"the memory {options['memory']}")

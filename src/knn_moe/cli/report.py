@@ -32,6 +32,8 @@ def command(runs: Path, output: Path, against: str) -> None:
     from knn_moe.evaluation.store import read_runs
     from knn_moe.pages.page import write_page
     from knn_moe.report.runs import render_runs
+    from knn_moe.support.files import check_place
 
+    check_place(output)
     write_page(render_runs(read_runs(runs), against), output)
     print_note(f"Wrote {output}.")

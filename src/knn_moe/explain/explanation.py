@@ -160,14 +160,10 @@ class Explanation:
         """
         from knn_moe.explain.page import render_explanation
         from knn_moe.pages.page import write_page
+        from knn_moe.support.files import check_place
 
         place = Path(path)
-        if place.is_dir():
-            raise ConfigError(f"{str(path)!r} is a folder. Name a file to write the page to.")
-        if not place.absolute().parent.is_dir():
-            raise ConfigError(
-                f"There is no folder {str(place.parent)!r} to write {place.name!r} to."
-            )
+        check_place(place)
         write_page(render_explanation(self), place)
 
     def _repr_html_(self) -> str:

@@ -8,8 +8,20 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from knn_moe.errors import KnnMoeError
+from knn_moe.errors import ConfigError, KnnMoeError
 from knn_moe.support.folders import sync
+
+
+def check_place(path: Path) -> None:
+    """Refuse a place where no file can be, before the work that is written there.
+
+    Raises:
+        ConfigError: `path` is a folder, or in a folder that is not there.
+    """
+    if path.is_dir():
+        raise ConfigError(f"{str(path)!r} is a folder. Name a file in it.")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"There is no folder {str(path.parent)!r} to write {path.name!r} to.")
 
 
 def write_whole(path: Path, text: str) -> None:
