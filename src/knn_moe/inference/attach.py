@@ -34,9 +34,7 @@ from knn_moe.recall.neighbours import Widths
 from knn_moe.routers.find import Router, find_routers
 from knn_moe.routers.fingerprint import identify, matches_sketch
 from knn_moe.routers.intercept import chooses_top_logits
-from knn_moe.routers.model_state import (
-    unwrap,
-)
+from knn_moe.routers.model_state import unwrap
 
 
 def attach(
@@ -155,7 +153,7 @@ class Routing(Handle):
 
         A mapping from layers to their numbers, which a notebook and `print` show as a table.
         """
-        return RoutingStats({hook.router.layer: hook.stats() for hook in self._hooks})
+        return RoutingStats.of(self._hooks)
 
     def explain(
         self,

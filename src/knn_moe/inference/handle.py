@@ -241,7 +241,7 @@ class InUse:
 
     def stats(self) -> RoutingStats:
         """Return the stats by layer."""
-        return RoutingStats({hook.router.layer: hook.stats() for hook in self.hooks})
+        return RoutingStats.of(self.hooks)
 
     def observed(self, observer: Callable[[RouterCall], None]) -> AbstractContextManager[None]:
         """As of the handle."""

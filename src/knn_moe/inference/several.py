@@ -214,12 +214,7 @@ class Memories(Handle):
 
     def stats(self) -> StatsByMemory:
         """Return the stats of each memory by layer, over the rows that used it."""
-        return StatsByMemory(
-            {
-                name: RoutingStats({hook.router.layer: hook.stats() for hook in hooks})
-                for name, hooks in self._hooks.items()
-            }
-        )
+        return StatsByMemory({name: RoutingStats.of(each) for name, each in self._hooks.items()})
 
     def __repr__(self) -> str:
         state = "attached" if self._attached else "detached"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
-from knn_moe.inference.hooks import LayerStats
+from knn_moe.inference.hooks import LayerStats, RecallHook
 from knn_moe.support.summary_table import SummaryTable
 
 _COLUMNS: Final = ("layer", "calls", "tokens", "mean λ", "rerouted")
@@ -13,6 +13,11 @@ _COLUMNS: Final = ("layer", "calls", "tokens", "mean λ", "rerouted")
 
 class RoutingStats(dict[int, LayerStats]):
     """The stats of one memory by layer."""
+
+    @classmethod
+    def of(cls, hooks: Iterable[RecallHook]) -> RoutingStats:
+        """Return what the hooks of a memory have counted."""
+        return cls({hook.router.layer: hook.stats() for hook in hooks})
 
     def __str__(self) -> str:
         return self._table().to_text()
@@ -24,7 +29,7 @@ class RoutingStats(dict[int, LayerStats]):
         return SummaryTable(
             title="Since the memory was attached",
             columns=_COLUMNS,
-            rows=stats_rows(self),
+            rows=_rows(self),
             texts=0,
         )
 
@@ -42,12 +47,11 @@ class StatsByMemory(dict[str, RoutingStats]):
         return SummaryTable(
             title="Since the memories were attached",
             columns=("memory", *_COLUMNS),
-            rows=[(name, *row) for name, stats in self.items() for row in stats_rows(stats)],
+            rows=[(name, *row) for name, stats in self.items() for row in _rows(stats)],
         )
 
 
-def stats_rows(stats: RoutingStats) -> list[Sequence[str]]:
-    """Return a row for each layer."""
+def _rows(stats: RoutingStats) -> list[Sequence[str]]:
     return [
         (
             str(layer),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from knn_moe.explain.explanation import ExplainedToken
-from knn_moe.explain.reader import ShownPassage, show_tokens
 
 
 @dataclass(frozen=True)
@@ -24,8 +23,3 @@ class Passage:
     def gain(self) -> float:
         """Nats by which the memory raised the log-likelihood of the passage."""
         return sum(without - with_memory for without, with_memory in self.losses)
-
-
-def show_passage(passage: Passage) -> ShownPassage:
-    """Return what a page shows of the passage."""
-    return show_tokens(passage.title, passage.tokens)

@@ -11,10 +11,10 @@ from typing import Any, Final
 
 from knn_moe.evaluation.compare import AVERAGE, Line, compare_runs, explain_doubts
 from knn_moe.evaluation.store import Run
-from knn_moe.explain.reader import FACTORS
+from knn_moe.explain.reader import FACTORS, show_tokens
 from knn_moe.pages.page import render
 from knn_moe.report import figures, tables
-from knn_moe.report.passages import Passage, show_passage
+from knn_moe.report.passages import Passage
 from knn_moe.report.samples import show_samples
 from knn_moe.tasks.task import TEXT
 
@@ -52,8 +52,9 @@ def render_runs(
     runs = sorted(runs, key=lambda run: tasks.index(run.task))
     routing = {(run.task, run.method): means for run in runs if (means := mean_routing(run))}
     own = _introduce(runs, against)
+    story = introduction or own
     context = {
-        "introduction": introduction or own,
+        "introduction": story,
         "title": f"{introduction.title} ({own.title})" if introduction else own.title,
         "runs": runs,
         "against": against,
@@ -69,7 +70,7 @@ def render_runs(
         "thirds": tables.tabulate_thirds(lines),
         "measured": tables.tabulate_runs(runs),
         "samples": show_samples(runs, against),
-        "passages": [show_passage(one) for one in introduction.passages] if introduction else [],
+        "passages": [show_tokens(one.title, one.tokens) for one in story.passages],
         "factors": FACTORS,
         **_number_figures(runs, lines),
     }
