@@ -136,6 +136,8 @@ def test_what_cannot_be_calibrated(
 ) -> None:
     with attach(olmoe, sayings_memory), pytest.raises(AttachError, match="memory attached"):
         calibrate(olmoe, sayings_memory, config=QUICK)
+    with pytest.raises(AttachError, match="The model comes first"):
+        calibrate(sayings_memory, olmoe)  # type: ignore[arg-type]  # in the wrong order
     few = build_memory(olmoe, zoo_tokenizer, sayings(5), BUILD)
     with pytest.raises(CalibrationError, match="there are 5"):
         calibrate(olmoe, few)

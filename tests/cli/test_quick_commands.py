@@ -31,3 +31,21 @@ def test_it_needs_no_torch(command: str, shown: str) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert shown in done.stdout
+
+
+@pytest.mark.parametrize("command", ["", "bench"])
+def test_a_group_without_a_command_shows_its_help_once(command: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, *command.split()], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("Usage:") == 1
+    assert "Error" not in done.stderr
+
+
+def test_a_closed_output_is_no_error() -> None:
+    program = f"import sys; sys.stdout = None; {WITHOUT_TORCH}"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "eval", "--list"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

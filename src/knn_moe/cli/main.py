@@ -83,6 +83,8 @@ class Commands(click.Group):
         except KeyboardInterrupt:
             self.program.say()
             ctx.exit(EXIT_CODE)
+        except click.exceptions.NoArgsIsHelpError:
+            raise
         except click.UsageError as error:
             raise click.UsageError(printable(error.format_message()), error.ctx) from None
         except KnnMoeError as error:

@@ -59,7 +59,7 @@ class Program:
     def _leave(self) -> None:
         """Leave without taking torch apart, which can take more than a second."""
         if self.exit_code is not None:
-            for stream in (sys.stdout, sys.stderr):
+            for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed by the shell
                 with suppress(OSError, ValueError):  # nobody reads it any more
                     stream.flush()
             os._exit(self.exit_code)

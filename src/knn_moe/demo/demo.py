@@ -15,9 +15,10 @@ from typing import Any, Final
 from knn_moe.adapt.calibrate.build_calibrated import build_calibrated
 from knn_moe.adapt.controls import shuffle_values
 from knn_moe.build.build import build_memory
-from knn_moe.config import BuildConfig, CalibrationConfig
+from knn_moe.config import LEAST_EXAMPLES, BuildConfig, CalibrationConfig
 from knn_moe.demo.passages import pick_passages
 from knn_moe.demo.texts import TASK, DemoText, make_task, sample_reference
+from knn_moe.errors import CalibrationError
 from knn_moe.evaluation.compare import Line, compare_runs
 from knn_moe.evaluation.evaluate import EvalConfig, evaluate, prepare_questions
 from knn_moe.evaluation.store import Run
@@ -115,6 +116,12 @@ def run_demo(
     # Refuses a text that is too short.
     windows = prepare_questions(tokenizer, data, evaluation).questions
     reference = sample_reference(text.reference, tokenizer, config.reference_tokens)
+    if len(reference) < LEAST_EXAMPLES:
+        raise CalibrationError(
+            f"The demo calibrates, which needs {LEAST_EXAMPLES} texts; there are {len(reference)} "
+            f"in {config.reference_tokens:,} tokens of {text.reference_name}. Read more tokens "
+            f"(--tokens), or give more text (--reference)."
+        )
 
     inputs = model, tokenizer, reference, BuildConfig(max_length=config.length, batch_tokens=2048)
     started = time.perf_counter()

@@ -71,8 +71,8 @@ def split(reference: ReferenceTokens, config: CalibrationConfig) -> Splits:
     if len(examples) < LEAST_EXAMPLES:
         raise CalibrationError(
             f"Calibration needs {LEAST_EXAMPLES} different examples to fit, choose and judge by; "
-            f"there are {len(examples)}. Add examples, or use the paper's settings: knn-moe "
-            f"build without --calibrate."
+            f"there are {len(examples)}. Add examples, or use the paper's settings: "
+            f"knn-moe build without --calibrate, or build_memory in Python."
         )
     generator = torch.Generator().manual_seed(config.seed)
     order = torch.randperm(len(examples), generator=generator)

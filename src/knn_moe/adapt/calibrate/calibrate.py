@@ -30,7 +30,7 @@ from knn_moe.adapt.calibrate.widths import DivergedError
 from knn_moe.build.build import choice_tokens
 from knn_moe.config import CalibrationConfig
 from knn_moe.errors import CalibrationError, ConfigError
-from knn_moe.inference.arguments import MemoryLike, open_memory
+from knn_moe.inference.arguments import MemoryLike, check_model, open_memory
 from knn_moe.inference.attach import check_belongs
 from knn_moe.inference.handle import check_free
 from knn_moe.memory.memory import RoutingMemory
@@ -75,12 +75,13 @@ def calibrate(
         What was found; `apply(memory)` puts it into the memory.
 
     Raises:
-        AttachError: The model has a memory attached.
+        AttachError: `model` is none, or has a memory attached.
         CalibrationError: There are too few examples, or they had a part in making the memory.
         MemoryMismatchError: The memory belongs to another model.
         ModelTooLargeError: It does not fit in memory.
     """
     started = time.monotonic()
+    check_model(model)
     memory, config = open_memory(memory), config or CalibrationConfig()
     model = uncompiled(model)
     if memory.manifest.random_seed is not None:
