@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+os.environ.pop("COLUMNS", None)  # pytest-xdist sets it: tables would be narrow in its processes
+
 if not torch.cuda.is_available():
     # Triton decides when a kernel is defined whether its interpreter runs it: set this before
     # transformers imports it.

@@ -34,14 +34,15 @@ def test_it_names_the_paper_and_its_authors() -> None:
 
 @pytest.mark.slow
 def test_the_python_example_runs_and_the_memory_lowers_the_loss(
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     (example,) = code_blocks("python")
     exec(compile(example, "README.md", "exec"), {"__name__": "readme"})
     printed = capsys.readouterr().out
     without, with_memory = (float(loss) for loss in re.findall(r"memory: (\d\.\d+)", printed))
     assert with_memory < without
-    assert "recalled" in printed
+    assert "recalled" in Path("explanation.html").read_text(encoding="utf8")
 
 
 @pytest.mark.slow
@@ -52,7 +53,7 @@ def test_the_command_lines_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     Path("ref.jsonl").write_text("\n".join(rows), encoding="utf8")
     lines = [line for block in code_blocks("console") for line in block.splitlines()]
     commands = [line for line in lines if line.startswith("$ knn-moe")]
-    assert len(commands) == 4
+    assert len(commands) == 5
     for command in commands:
         result = run_cli(*shlex.split(command, comments=True)[2:])
         assert result.exit_code == 0, (command, result.output)

@@ -61,9 +61,13 @@ _OVERLAPS = """() => {
 }"""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
-    """The machine's Chromium; the test is skipped where there is none."""
+    """The machine's Chromium; the test is skipped where there is none.
+
+    It ends with the module: Playwright runs an event loop in this thread, in which other tests
+    could neither start their own nor be interrupted.
+    """
     playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed.")
     program = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, _NAMES)), None)
     if program is None:
