@@ -169,6 +169,7 @@ def test_the_list_of_tasks_and_methods() -> None:
         ("tiny-olmoe -t QUIZ -o OUT --memory OUT --preset paper", "--preset has no effect"),
         ("./nosuch -t QUIZ -o OUT -m knn-calibrated", "knn-calibrated needs at least 24 reference"),
         ("./nosuch -t QUIZ -o OUT -m sft --reference 1", "sft needs at least 2 reference rows"),
+        ("tiny-olmoe -t QUIZ -o OUT -m zero-shot --memory M", "--memory has no effect on zero-sho"),
         ("tiny-olmoe -t QUIZ -o OUT --index fats", "Unknown index 'fats'"),
         ("tiny-olmoe -t QUIZ -t QUIZ -o OUT", "Two tasks have the same name: quiz"),
         ("tiny-olmoe -t BARE -o OUT", "bare has no reference set"),

@@ -238,6 +238,9 @@ def _open(
         if control is not None:
             CONTROLS.find(control)
     needs = {METHODS.find(name).needs for name, _ in methods}
+    if needs == {"nothing"}:
+        for name in pick_given(options, "memory", "preset", "index"):
+            raise click.UsageError(f"--{name} has no effect on {methods[0][0]}. Add -m knn.")
     wants_reference = "reference" in needs or ("memory" in needs and options["memory"] is None)
     data = [open_task(task, options["data"], reference=wants_reference) for task in tasks]
     names = [each.task.name for each in data]
