@@ -49,3 +49,11 @@ def test_a_closed_output_is_no_error() -> None:
         [sys.executable, "-c", program, "eval", "--list"], capture_output=True, text=True
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_closed_input_holds_nothing() -> None:
+    program = "import sys; sys.stdin = None; from knn_moe.cli.main import main; main()"
+    command = [sys.executable, "-c", program, "build", "tiny-olmoe", "-", "-o", "memory"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "'standard input' is empty" in done.stderr

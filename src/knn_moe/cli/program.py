@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from threading import Event, Thread, Timer, current_thread, main_thread
 from types import FrameType
 from typing import Final
@@ -43,6 +44,7 @@ class Program:
 
     def start(self) -> None:
         """Prepare this process: it runs one command and ends."""
+        _open_closed_streams()
         atexit.register(self._leave)  # the first to be registered is the last to be called
         if current_thread() is main_thread() and not self._handles_interrupts:
             here, there = socket.socketpair()
@@ -59,7 +61,7 @@ class Program:
     def _leave(self) -> None:
         """Leave without taking torch apart, which can take more than a second."""
         if self.exit_code is not None:
-            for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed by the shell
+            for stream in (sys.stdout, sys.stderr):
                 with suppress(OSError, ValueError):  # nobody reads it any more
                     stream.flush()
             os._exit(self.exit_code)
@@ -93,6 +95,14 @@ def rare_collections() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
+
+
+def _open_closed_streams() -> None:
+    """Read nothing from, and write nowhere to, what a shell has closed (as in `<&-`)."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            nothing = Path(os.devnull).open(mode, encoding="utf8")  # noqa: SIM115
+            setattr(sys, name, nothing)
 
 
 def _interrupt_once(number: int, frame: FrameType | None) -> None:

@@ -68,8 +68,7 @@ def print_paragraph(text: str) -> None:
 
 def line_width() -> int:
     """Return how many characters a line may have, as COLUMNS or the terminal says."""
-    in_terminal = sys.stdout is not None and sys.stdout.isatty()  # None: closed by the shell
-    if not (in_terminal or os.environ.get("COLUMNS", "").isdecimal()):
+    if not (sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal()):
         return _UNLIMITED
     return shutil.get_terminal_size().columns
 

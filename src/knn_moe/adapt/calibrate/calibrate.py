@@ -75,7 +75,7 @@ def calibrate(
         What was found; `apply(memory)` puts it into the memory.
 
     Raises:
-        AttachError: `model` is none, or has a memory attached.
+        AttachError: `model` is no model, or has a memory attached.
         CalibrationError: There are too few examples, or they had a part in making the memory.
         MemoryMismatchError: The memory belongs to another model.
         ModelTooLargeError: It does not fit in memory.
