@@ -132,6 +132,8 @@ def test_a_truncated_memory(saved_memory: Path, saved_model: Path, tmp_path: Pat
         ("generate MODEL 3 --temperature -1", "-1"),
         ("generate MODEL 3 --max-new-tokens 0", "0"),
         ("generate MODEL 3 --compare", "--compare needs a --memory"),
+        ("generate MODEL 3 --seed -1", "A seed is from 0"),
+        ("generate MODEL 3 --seed 9223372036854775808", "A seed is from 0"),
         ("generate MODEL 3 -k 3", "-k needs a --memory"),
         ("chat MODEL -k 3", "-k needs a --memory"),
         ("routers REF", "It is a file"),

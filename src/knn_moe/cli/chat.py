@@ -25,6 +25,7 @@ from knn_moe.cli.common import (
     plain,
     print_note,
     print_text,
+    seed_option,
 )
 from knn_moe.errors import ConfigError
 from knn_moe.support.folders import expand_home
@@ -64,7 +65,7 @@ _ALONE: Final = "model alone"
     show_default=True,
     help="Sample at this temperature. 0 always takes the most likely token.",
 )
-@click.option("--seed", default=0, show_default=True, help="Seed for sampling.")
+@seed_option("sampling")
 @neighbours_option
 @force_option
 @model_options

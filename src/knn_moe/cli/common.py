@@ -108,6 +108,20 @@ def program_options(command: F) -> F:
     return consent(unconfined(command))
 
 
+def _check_seed(context: click.Context, option: click.Parameter, given: int) -> int:
+    if not 0 <= given < 2**63:  # what Python, numpy and torch all take
+        raise click.BadParameter(f"A seed is from 0 to 9223372036854775807, got {given}.")
+    return given
+
+
+def seed_option(purpose: str) -> Callable[[F], F]:
+    """Return the option --seed, which is for `purpose`."""
+    help_text = f"Seed for {purpose}."
+    return click.option(
+        "--seed", default=0, show_default=True, callback=_check_seed, help=help_text
+    )
+
+
 def model_options(command: F) -> F:
     """Add --device and --dtype, for every command that loads a model."""
     return device_option(dtype_option(command))

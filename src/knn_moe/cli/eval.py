@@ -25,6 +25,7 @@ from knn_moe.cli.common import (
     print_note,
     print_table,
     program_options,
+    seed_option,
     show_progress,
 )
 
@@ -87,7 +88,7 @@ Chosen: TypeAlias = tuple[str, str | None]  # a method's name, and a control of 
 )
 @data_option
 @click.option("--limit", type=int, help="Ask this many questions, chosen at random. Default: all.")
-@click.option("--seed", default=0, show_default=True, help="Seed for every random choice.")
+@seed_option("every random choice")
 @batch_size_option
 @click.option(
     "--max-new-tokens", type=int, help="Generate at most this many tokens. Default: the task's."

@@ -23,6 +23,7 @@ from knn_moe.cli.common import (
     print_note,
     print_table,
     print_text,
+    seed_option,
 )
 from knn_moe.errors import ConfigError
 
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="Sample at this temperature. 0 always takes the most likely token.",
 )
-@click.option("--seed", default=0, show_default=True, help="Seed for sampling and for --control.")
+@seed_option("sampling and for --control")
 @neighbours_option
 @click.option(
     "--control",

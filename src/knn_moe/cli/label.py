@@ -18,6 +18,7 @@ from knn_moe.cli.common import (
     print_json,
     print_note,
     print_text,
+    seed_option,
     show_progress,
 )
 from knn_moe.cli.reference import open_source, reference_options
@@ -75,7 +76,7 @@ _CONFIG: Final = (
 @click.option(
     "--batch-size", default=16, show_default=True, help="Generate this many answers at a time."
 )
-@click.option("--seed", default=0, show_default=True, help="Seed for sampling.")
+@seed_option("sampling")
 @click.option("--overwrite", is_flag=True, help="Replace the output file if it exists.")
 @reference_options
 @model_options

@@ -24,6 +24,7 @@ from knn_moe.cli.common import (
     print_table,
     print_text,
     program_options,
+    seed_option,
     show_progress,
 )
 from knn_moe.routers.load import load_structure, pick_device
@@ -94,7 +95,7 @@ class Loader:
     help="A number of rows for the part growth. Can be repeated. Default: 30 to 2,000.",
 )
 @click.option("--limit", type=POSITIVE, help="Ask at most so many questions. Default: all.")
-@click.option("--seed", default=0, show_default=True, help="Seed for every random choice.")
+@seed_option("every random choice")
 @click.option(
     "--batch-tokens", type=POSITIVE, help="Read so many tokens at a time. Default: 65,536."
 )

@@ -22,6 +22,7 @@ from knn_moe.cli.common import (
     print_paragraph,
     print_table,
     program_options,
+    seed_option,
     show_progress,
 )
 from knn_moe.cli.pretrained import Loader, pretrained
@@ -90,7 +91,7 @@ def _complete_tables(context: click.Context, parameter: click.Parameter, begun: 
     type=POSITIVE,
     help="Use at most this many rows of each reference set. Default: 40.",
 )
-@click.option("--seed", default=0, show_default=True, help="Seed for every random choice.")
+@seed_option("every random choice")
 @batch_size_option
 @click.option(
     "--jobs",
