@@ -80,7 +80,7 @@ def make_pages(folder: Path) -> list[Picture]:
     passage = topics["if"][:700]  # which the demo tests on
     _knn_moe(folder, *_EXPLAIN, passage)
     return [
-        Picture("demo", folder / "demo" / "report.html"),
+        Picture("demo", folder / "demo" / "report.html", top="#passages"),
         Picture("evaluation", folder / "report.html"),
         Picture("questions", folder / "report.html", top="#samples", task="sentences"),
         Picture("explanation", folder / "explanation.html", scheme="dark"),
@@ -100,8 +100,8 @@ def take(browser: Browser, picture: Picture) -> None:
     page = context.new_page()
     page.goto(picture.page.as_uri())
     if picture.task:
-        page.get_by_label("Task", exact=True).select_option(picture.task)
-    page.locator(picture.top).first.evaluate("(part) => part.scrollIntoView()")
+        page.locator("#viewer select[name=task]").select_option(label=picture.task)
+    page.locator(picture.top).first.evaluate("(part) => part.scrollIntoView({behavior: 'instant'})")
     page.screenshot(path=FOLDER / f"{picture.name}.png")
     context.close()
 
