@@ -19,6 +19,7 @@ from knn_moe.config import CalibrationConfig
 from knn_moe.demo.demo import CALIBRATED, CONTROL, PAPER, DemoConfig, render_demo, run_demo
 from knn_moe.demo.texts import DemoText, load_documentation, make_task, sample_reference
 from knn_moe.errors import CalibrationError, TaskDataError
+from knn_moe.evaluation.compare import compare_runs
 from knn_moe.evaluation.evaluate import EvalConfig, prepare_questions
 from knn_moe.evaluation.store import read_runs
 from knn_moe.reference.examples import Example, tokenise
@@ -84,6 +85,8 @@ def test_the_memories_are_the_papers_and_a_calibrated_one(demo: Any, tiny_tokeni
 def test_the_results_are_those_of_the_runs_on_disk(demo: Any) -> None:
     result = demo.result
     assert [line.method for line in result.lines] == ["zero-shot", PAPER, CALIBRATED, CONTROL]
+    from_folder = compare_runs(str(demo.folder / "runs"), "zero-shot")
+    assert {line.method: line for line in from_folder} == {one.method: one for one in result.lines}
     runs = {run.method: run for run in read_runs(demo.folder / "runs")}
     facts = json.loads(json.dumps(result.to_dict()))
     assert (facts["model"], facts["test_tokens"]) == ("tiny-olmoe", 7 * 128)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from helpers.zoo import BUILD, TEXTS, family, make_texts
 from knn_moe import RoutingMemory, build_memory
-from knn_moe.errors import MemoryMismatchError
+from knn_moe.errors import MemoryFormatError, MemoryMismatchError
 from knn_moe.memory.merging import describe_merge
 
 
@@ -42,3 +43,13 @@ def test_of_three_memories_only_those_that_differ_are_named(
     other = build_memory(model, zoo_tokenizer, make_texts(2, seed=8), replace(BUILD, steps=2))
     with pytest.warns(UserWarning, match="steps 1 in memory 1, 2 in memory 3. Each"):
         zoo_memory.merge(alike, other)
+
+
+def test_a_memory_can_be_named_by_its_folder_and_nothing_else_is_one(
+    zoo_memory: RoutingMemory, zoo_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    other = build_memory(family("olmoe"), zoo_tokenizer, make_texts(2, seed=7), BUILD)
+    other.save_pretrained(tmp_path / "other")
+    assert len(zoo_memory.merge(tmp_path / "other")) == len(zoo_memory) + len(other)
+    with pytest.raises(MemoryFormatError, match="and None is neither"):
+        zoo_memory.merge(None)  # type: ignore[arg-type]

@@ -63,11 +63,10 @@ def command(
     answer.
     """
     from knn_moe.evaluation.compare import compare_runs
-    from knn_moe.evaluation.store import read_runs
 
     if latex + as_csv + as_json > 1:
         raise click.UsageError("Choose one of --json, --latex and --csv.")
-    lines = compare_runs(read_runs(runs), against, resamples)
+    lines = compare_runs(runs, against, resamples)
     if as_json:
         print_json([line.to_dict() for line in lines])
     elif as_csv:

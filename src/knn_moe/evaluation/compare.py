@@ -2,8 +2,8 @@
 
 Runs of one task must have the same questions: samples are matched by their ids and prompts. A
 change of the score is in doubt, and nobody may call it better or worse, if the baseline gave no
-answer to most questions or if both scores are at chance. Knows samples and statistics; nothing of
-models.
+answer to most questions or if both scores are at chance. Knows runs, samples and statistics;
+nothing of models.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from knn_moe.errors import RunError
 from knn_moe.evaluation.comparison_table import comparison_table
-from knn_moe.evaluation.store import Run
+from knn_moe.evaluation.store import Run, read_runs
+from knn_moe.support.folders import expand_home
 from knn_moe.support.statistics import (
     Accuracy,
     Comparison,
@@ -80,11 +82,13 @@ class ComparedRuns(list[Line]):
         return comparison_table(self, self.against, explain_doubts(self)).to_html()
 
 
-def compare_runs(runs: Sequence[Run], against: str, resamples: int = 10_000) -> ComparedRuns:
+def compare_runs(
+    runs: Sequence[Run] | str | Path, against: str, resamples: int = 10_000
+) -> ComparedRuns:
     """Compare runs with a baseline.
 
     Args:
-        runs: At most one for each task and method.
+        runs: At most one for each task and method, or the folder that they are in.
         against: The method that is the baseline.
         resamples: Bootstrap resamples.
 
@@ -93,8 +97,10 @@ def compare_runs(runs: Sequence[Run], against: str, resamples: int = 10_000) -> 
         list, which a notebook and `print` show as a table.
 
     Raises:
-        RunError: The baseline is missing, or two runs cannot be compared.
+        RunError: The baseline is missing, two runs cannot be compared, or there are none.
     """
+    if isinstance(runs, str | Path):
+        runs = read_runs(expand_home(runs))
     if against not in {run.method for run in runs}:
         methods = ", ".join(sorted({run.method for run in runs}))
         raise RunError(f"There is no run of {against!r} to compare with. Available: {methods}.")

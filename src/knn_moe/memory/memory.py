@@ -196,7 +196,10 @@ class RoutingMemory:
             return str(api.upload_folder(repo_id=repo_id, folder_path=folder))
 
     def merge(
-        self, *others: RoutingMemory, folder: str | Path | None = None, overwrite: bool = False
+        self,
+        *others: RoutingMemory | str | Path,
+        folder: str | Path | None = None,
+        overwrite: bool = False,
     ) -> RoutingMemory:
         """Make one memory of the cases of all. γ is computed from their joint distances.
 
@@ -206,7 +209,7 @@ class RoutingMemory:
         may harm them.
 
         Args:
-            others: Memories for the same model, built alike.
+            others: Memories for the same model, built alike, or their folders or hub ids.
             folder: Where the memory is written and opened. None: a temporary folder that lives as
                 long as the memory.
             overwrite: Replace a memory that is in `folder`.
@@ -217,7 +220,11 @@ class RoutingMemory:
         Raises:
             MemoryMismatchError: The memories do not belong together, or two are the same.
         """
-        memories = [self, *others]
+        opened = [
+            other if isinstance(other, RoutingMemory) else RoutingMemory.from_pretrained(other)
+            for other in others
+        ]
+        memories = [self, *opened]
         for memory in memories:
             memory.full_layers()
             check_mergeable(self, memory)
@@ -237,7 +244,7 @@ class RoutingMemory:
         )
         provenance = concatenate([memory.provenance for memory in memories])
         return _write_and_open(
-            folder, [replace(self, manifest=manifest), *others], provenance, overwrite=overwrite
+            folder, [replace(self, manifest=manifest), *opened], provenance, overwrite=overwrite
         )
 
     def subset(
