@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,6 +33,9 @@ from helpers.tiny import trained, words
 from helpers.zoo import BUILD, TEXTS, VOCABULARY, encode, family, make_texts
 from knn_moe import RoutingMemory, build_memory
 from knn_moe.bench.models import number_tokenizer
+
+# What runs in the background ignores Ctrl-C, and tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -48,7 +48,7 @@ def test_what_is_given_is_named(
         (lambda: build(zoo_olmoe, zoo_tokenizer, TEXTS, RoutingConfig()), "got a RoutingConfig"),
         (lambda: build_calibrated("my/model", None, TEXTS), r"load_model\('my/model'\)"),  # type: ignore[arg-type]
         (lambda: find_routers("my/model"), r"load_model\('my/model'\)"),  # type: ignore[arg-type]
-        (lambda: calibrate(zoo_memory, zoo_olmoe), "OlmoeForCausalLM is neither"),  # type: ignore[arg-type]
+        (lambda: calibrate(zoo_memory, zoo_olmoe), "The model comes first, and the memory"),  # type: ignore[arg-type]
         (lambda: compress(None, "fast", tmp_path / "out"), "None is neither"),  # type: ignore[arg-type]
         (lambda: prune(zoo_olmoe, [zoo_memory]), "a list of 1 is neither"),  # type: ignore[arg-type]
         (evaluated, r"'t.jsonl' \(of type str\) has none: open_task"),
