@@ -31,7 +31,7 @@ from common import (
 from knn_moe import attach
 from knn_moe.index import ExactIndex, IndexConfig
 from knn_moe.inference.attach import Routing
-from knn_moe.recall.layer import RouterCall
+from knn_moe.recall.layer import LayerRecall, RouterCall
 
 EXACT: Final = "exact"
 INDEXES: Final = {
@@ -132,6 +132,7 @@ def measure_agreement(
     hits, errors = [], []
 
     def compare(call: RouterCall) -> None:
+        assert isinstance(call.recall, LayerRecall)
         distances, rows = call.recall.nearest(call.inputs)
         true_distances, true_rows = exact[call.layer].search(call.inputs, rows.shape[1])
         hits.append((rows[:, 0] == true_rows[:, 0]).float().mean())

@@ -17,10 +17,14 @@ if TYPE_CHECKING:
     from knn_moe.adapt.calibrate.result import Calibration as Calibration
     from knn_moe.adapt.compress import compress as compress
     from knn_moe.adapt.controls import control as control
+    from knn_moe.adapt.distil.distil import build_distilled as build_distilled
+    from knn_moe.adapt.distil.distil import distil as distil
+    from knn_moe.adapt.distil.result import Distillation as Distillation
     from knn_moe.adapt.prune.prune import prune as prune
     from knn_moe.build.build import build_memory as build_memory
     from knn_moe.config import BuildConfig as BuildConfig
     from knn_moe.config import CalibrationConfig as CalibrationConfig
+    from knn_moe.config import DistilConfig as DistilConfig
     from knn_moe.config import HeadConfig as HeadConfig
     from knn_moe.config import IndexConfig as IndexConfig
     from knn_moe.config import LayerRouting as LayerRouting
@@ -50,6 +54,8 @@ _HOMES: Final = {
     "BuildConfig": "config",
     "Calibration": "adapt.calibrate.result",
     "CalibrationConfig": "config",
+    "DistilConfig": "config",
+    "Distillation": "adapt.distil.result",
     "EvalConfig": "evaluation.evaluate",
     "Example": "reference.examples",
     "Explanation": "explain.explanation",
@@ -65,12 +71,14 @@ _HOMES: Final = {
     "attach": "inference.attach",
     "attach_all": "inference.several",
     "build_calibrated": "adapt.calibrate.build_calibrated",
+    "build_distilled": "adapt.distil.distil",
     "build_memory": "build.build",
     "calibrate": "adapt.calibrate.calibrate",
     "compare_runs": "evaluation.compare",
     "compress": "adapt.compress",
     "control": "adapt.controls",
     "detach": "inference.handle",
+    "distil": "adapt.distil.distil",
     "evaluate": "evaluation.evaluate",
     "find_routers": "routers.find",
     "label": "labels.label",

@@ -216,31 +216,62 @@ class RoutingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrationConfig:
+class HeldOutConfig:
+    """How a reference set is split into parts to fit, to choose and to judge by, and how it is
+    read."""
+
+    held_out: float = 0.15  # share of the examples to choose by, and as many again to judge by
+    fit_tokens: int = 262144  # read at most to fit
+    judge_tokens: int = 16384  # read at most to choose by, and as many again to judge by
+    step_tokens: int = 4096  # tokens in a step, at most; fewer where there would be few steps
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.held_out < 0.5:
+            raise ConfigError(f"held_out must be between 0 and 0.5, got {self.held_out}.")
+        for name in ("fit_tokens", "judge_tokens", "step_tokens"):
+            _check_count(name, getattr(self, name), 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationConfig(HeldOutConfig):
     """How a memory is calibrated."""
 
     neighbours: tuple[int, ...] = (8, 32)  # values of K to choose among
     # Learning rates for the values, relative to the spread of a layer's logits; empty: keep them.
     value_rates: tuple[float, ...] = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
     passes: int = 2  # over the examples, while values are trained
-    held_out: float = 0.15  # share of the examples to choose by, and as many again to judge by
-    fit_tokens: int = 262144  # read at most to fit
-    judge_tokens: int = 16384  # read at most to choose by, and as many again to judge by
     # Steps of fitting widths, at most: no more than two passes, and half as many for the next K.
     steps: int = 64
-    step_tokens: int = 4096  # tokens in a step, at most; fewer where there would be few steps
     head: bool = False  # also choose a language-model head
-    seed: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.neighbours or min(self.neighbours) < 1:
             raise ConfigError(f"neighbours must be numbers from 1 on, got {self.neighbours}.")
         for rate in self.value_rates:
             _check_rate("value_rates", rate)
-        if not 0 < self.held_out < 0.5:
-            raise ConfigError(f"held_out must be between 0 and 0.5, got {self.held_out}.")
-        for name in ("passes", "fit_tokens", "judge_tokens", "steps", "step_tokens"):
+        for name in ("passes", "steps"):
             _check_count(name, getattr(self, name), 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistilConfig(HeldOutConfig):
+    """How a memory is distilled to a few prototypes a layer."""
+
+    prototypes: int = 1024  # P, of each layer; at most as many as the memory has cases
+    # Learning rates to choose among, relative to the spread of a layer's logits and of its keys.
+    rates: tuple[float, ...] = (0.03, 0.1, 0.3)
+    passes: int = 4  # over the examples, at most
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_count("prototypes", self.prototypes, 1)
+        _check_count("passes", self.passes, 1)
+        if not self.rates:
+            raise ConfigError("rates must name at least one learning rate, got ().")
+        for rate in self.rates:
+            _check_rate("rates", rate)
 
 
 def as_json(config: Any) -> dict[str, Any]:

@@ -22,11 +22,13 @@ from knn_moe.cli.common import (
     show_progress,
     show_written,
 )
+from knn_moe.cli.distil import show_distillation
 from knn_moe.cli.reference import open_reference, reference_options
 from knn_moe.errors import BuildError, ConfigError
 
 if TYPE_CHECKING:
     from knn_moe.adapt.calibrate.result import Calibration
+    from knn_moe.adapt.distil.result import Distillation
     from knn_moe.config import BuildConfig
     from knn_moe.memory.memory import RoutingMemory
     from knn_moe.reference.load import ReferenceSet
@@ -93,6 +95,16 @@ _CONFIG: Final = (
     help="With --calibrate: also predict the next token from what followed the nearest cases.",
 )
 @click.option(
+    "--distil",
+    is_flag=True,
+    help="Learn a few prototypes that stand for all cases, and keep only these.",
+)
+@click.option(
+    "--prototypes",
+    type=int,
+    help="With --distil: learn this many prototypes for each layer. Default: 1024.",
+)
+@click.option(
     "--append",
     type=PATH,
     help="Add the examples to this memory, and build them the way it was built.",
@@ -112,6 +124,7 @@ def command(model: str, reference: Path, output: Path, as_json: bool, **options:
     \b
     knn-moe build tiny-olmoe reference.jsonl -o memory
     knn-moe build allenai/OLMoE-1B-7B-0125-Instruct reference.jsonl.gz -o memory --calibrate
+    knn-moe build tiny-olmoe reference.jsonl -o small --distil
     knn-moe build tiny-olmoe reference.jsonl -o memory --resume
     knn-moe build tiny-olmoe more.jsonl --append memory -o memory --overwrite
     knn-moe build tiny-olmoe questions.csv -o memory --column question=q --column answer=a
@@ -130,14 +143,17 @@ def command(model: str, reference: Path, output: Path, as_json: bool, **options:
     examples = open_reference(reference, options)
     network, tokenizer = load_model(model, options["device"], options["dtype"])
     inputs = (network, tokenizer, examples, config)
+    found: Calibration | Distillation | None = None
     if earlier is not None:
         _check_same_model(network, earlier)
-        memory, calibration = _append(earlier, inputs, output, options["overwrite"]), None
+        memory = _append(earlier, inputs, output, options["overwrite"])
+    elif options["distil"]:
+        memory, found = _build_distilled(inputs, output, options)
     else:
-        memory, calibration = _build(inputs, output, options)
-    report = {"calibration": calibration.report()} if calibration else {}
-    if calibration and not as_json:
-        show_calibration(calibration)
+        memory, found = _build(inputs, output, options)
+    report = {"calibration": found.report()} if found else {}
+    if found and not as_json:
+        _show_found(found)
     show_written(memory, output, as_json=as_json, layers=sorted(memory.layers), **report)
 
 
@@ -159,21 +175,57 @@ def _build(
         )
 
 
+def _show_found(found: Calibration | Distillation) -> None:
+    from knn_moe.adapt.distil.result import Distillation
+
+    if isinstance(found, Distillation):
+        show_distillation(found)
+    else:
+        show_calibration(found)
+
+
+def _build_distilled(
+    inputs: Inputs, folder: Path, options: Mapping[str, Any]
+) -> tuple[RoutingMemory, Distillation]:
+    from knn_moe.adapt.distil.distil import build_distilled
+    from knn_moe.config import DistilConfig
+
+    config = DistilConfig(**pick_given(options, "prototypes"))
+    with show_progress("Distilling") as report:
+        return build_distilled(
+            *inputs, config, folder=folder, overwrite=options["overwrite"], on_progress=report
+        )
+
+
 def _check_combination(options: Mapping[str, Any]) -> None:
     """Refuse options that contradict each other."""
-    if not options["calibrate"]:
-        if options["head"]:
-            raise click.UsageError("--head is chosen on held-out examples. Add --calibrate.")
+    if options["head"] and not options["calibrate"]:
+        raise click.UsageError("--head is chosen on held-out examples. Add --calibrate.")
+    if options["prototypes"] is not None and not options["distil"]:
+        raise click.UsageError("--prototypes is for distilled memories. Add --distil.")
+    ways = [name for name in ("calibrate", "distil") if options[name]]
+    if not ways:
         return
+    if len(ways) > 1:
+        raise click.UsageError(
+            "--calibrate and --distil contradict each other: prototypes learn by themselves. "
+            "Leave one out."
+        )
+    (way,) = ways
     if options["append"] is not None:
         raise click.UsageError(
-            "--append and --calibrate cannot be combined. Append first, then run "
-            "knn-moe calibrate on the result."
+            f"--append and --{way} cannot be combined. Append first, then run knn-moe {way} on "
+            f"the result."
+        )
+    if options["distil"] and options["resume"]:
+        raise click.UsageError(
+            "--distil keeps no part of a build that could be continued. Leave out --resume, or "
+            "build first and run knn-moe distil afterwards."
         )
     for name, value in pick_given(options, "steps", "learning_rate", "gradient").items():
         raise click.UsageError(
-            f"--calibrate chooses {name} itself, but {value} was given. Leave one out, or build "
-            f"first and run knn-moe calibrate afterwards."
+            f"--{way} chooses {name} itself, but {value} was given. Leave one out, or build "
+            f"first and run knn-moe {way} afterwards."
         )
 
 

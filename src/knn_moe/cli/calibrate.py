@@ -27,8 +27,9 @@ from knn_moe.cli.reference import OPTIONS, open_reference, reference_options
 from knn_moe.memory.card import describe_head
 
 if TYPE_CHECKING:
+    from knn_moe.adapt.calibrate.judge import Judgement
     from knn_moe.adapt.calibrate.language_head import HeadChoice
-    from knn_moe.adapt.calibrate.result import Calibration, TokenChoice
+    from knn_moe.adapt.calibrate.result import Calibration, TokenChoice, TrialSummary
     from knn_moe.config import CalibrationConfig
     from knn_moe.support.statistics import Comparison
 
@@ -169,31 +170,45 @@ def show_calibration(found: Calibration) -> None:
     """Print what was tried, what was chosen for each layer, and the result on held-out examples."""
     if found.token_choices:
         _show_choices(found.token_choices)
-    tried = [
-        (
-            f"{trial.name} *" if trial.name == found.chosen else trial.name,
-            f"{trial.loss:.4f}",
-            f"{trial.change:+.4f}",
-            f"{trial.low:+.4f} to {trial.high:+.4f}",
-        )
-        for trial in found.trials
-    ]
-    columns: tuple[str, ...] = ("variant", "loss", "change", "95 % interval")
-    print_table("Variants that were tried (* chosen)", columns, tried)
+    show_trials(found.trials, found.chosen)
     _show_layers(found)
-    judged = found.judgement
-    print_note(
-        f"On {judged.examples} held-out examples ({judged.tokens:,} tokens), the loss goes from "
-        f"{judged.alone:.4f} to {judged.loss:.4f} nats per token: {_in_words(judged.change)}."
-    )
+    show_judgement(found.judgement)
     if found.head:
         _show_head(found.head)
-    parts = [f"{part} ({seconds:.0f} s)" for part, seconds in found.seconds_by_part.items()]
-    print_note(f"Time spent: {'; '.join(parts)}.")
+    show_time(found.seconds_by_part)
     if found.head and found.head.helps and found.head.config.alone:
         print_note("The memory does not route: its head is better alone.")
     elif not found.helps:
         print_note("The memory does not help on held-out examples, so calibration turned it off.")
+
+
+def show_trials(trials: Sequence[TrialSummary], chosen: str) -> None:
+    """Print the loss of every variant on the examples to choose by."""
+    rows = [
+        (
+            f"{trial.name} *" if trial.name == chosen else trial.name,
+            f"{trial.loss:.4f}",
+            f"{trial.change:+.4f}",
+            f"{trial.low:+.4f} to {trial.high:+.4f}",
+        )
+        for trial in trials
+    ]
+    columns = ("variant", "loss", "change", "95 % interval")
+    print_table("Variants that were tried (* chosen)", columns, rows)
+
+
+def show_judgement(judged: Judgement) -> None:
+    """Print the result on the examples that had no part in anything before."""
+    print_note(
+        f"On {judged.examples} held-out examples ({judged.tokens:,} tokens), the loss goes from "
+        f"{judged.alone:.4f} to {judged.loss:.4f} nats per token: {_in_words(judged.change)}."
+    )
+
+
+def show_time(seconds_by_part: Mapping[str, float]) -> None:
+    """Print what the time went to."""
+    parts = [f"{part} ({seconds:.0f} s)" for part, seconds in seconds_by_part.items()]
+    print_note(f"Time spent: {'; '.join(parts)}.")
 
 
 def _show_layers(found: Calibration) -> None:

@@ -46,7 +46,8 @@ def command(memory: str, as_json: bool) -> None:
 
 def show_layers(memory: RoutingMemory) -> None:
     """Print one row per layer, with the quality of the index if the memory is compressed."""
-    columns = ["layer", "cases", "hidden", "experts", "keys", "γ", "typical distance"]
+    cases = "prototypes" if memory.distilled else "cases"
+    columns = ["layer", cases, "hidden", "experts", "keys", "γ", "typical distance"]
     columns += ["bytes per key"]
     if memory.compressed:
         columns += ["recall", "λ error"]
@@ -54,7 +55,7 @@ def show_layers(memory: RoutingMemory) -> None:
         columns += WIDTH_COLUMNS
     rows = []
     for layer in layer_facts(memory):
-        row = [layer["layer"], layer["cases"], layer["hidden_size"], layer["num_experts"]]
+        row = [layer["layer"], layer[cases], layer["hidden_size"], layer["num_experts"]]
         row += [layer.get("index", {}).get("kind", layer["dtype"]), f"{layer['gamma']:.4g}"]
         row += [f"{layer['gamma'] ** -0.5:.4g}", f"{layer['bytes_per_case']:.1f}"]
         if "quality" in layer:
@@ -80,7 +81,7 @@ def layer_facts(memory: RoutingMemory) -> list[dict[str, Any]]:
     for index, layer in memory.layers.items():
         fact: dict[str, Any] = {
             "layer": index,
-            "cases": len(layer),
+            "prototypes" if memory.distilled else "cases": len(layer),
             "hidden_size": layer.shape.hidden_size,
             "num_experts": layer.shape.num_experts,
             "dtype": str(layer.shape.dtype).removeprefix("torch."),

@@ -29,6 +29,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "label": "Make a reference set from prompts that have no answers.",
     "build": "Build a memory from a reference set.",
     "calibrate": "Choose how a memory is used.",
+    "distil": "Learn a few prototypes that stand for all cases of a memory.",
     "inspect": "Show what a memory contains.",
     "generate": "Generate text with and without a memory.",
     "chat": "Talk to a model with its memories.",

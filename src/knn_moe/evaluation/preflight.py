@@ -17,10 +17,12 @@ from knn_moe.evaluation.evaluate import EvalConfig, QuestionSet, check_lengths, 
 from knn_moe.index import IndexConfig
 from knn_moe.inference.expert_usage import router_load
 from knn_moe.memory.compressed import CompressedLayer
+from knn_moe.memory.distilled import DistilledLayer
 from knn_moe.memory.memory import RoutingMemory
 from knn_moe.methods import METHODS, check_method
 from knn_moe.methods import check_model as check_method_on_model
 from knn_moe.methods.catalogue import MEMORY
+from knn_moe.recall.distilled import check_use
 from knn_moe.recall.layer import index_of
 from knn_moe.tasks.data import TaskData
 
@@ -67,6 +69,8 @@ def check_memory(
         for layer in memory.layers.values():
             if isinstance(layer, CompressedLayer):
                 index_of(layer, routing)
+            if isinstance(layer, DistilledLayer):
+                check_use(routing)
         if control is not None and CONTROLS.find(control).needs_keys:
             memory.full_layers()
 

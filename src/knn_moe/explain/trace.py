@@ -152,8 +152,7 @@ def _forward(model: nn.Module, input_ids: Tensor) -> Any:
 
 @torch.no_grad()
 def _layer_trace(call: RouterCall) -> LayerTrace:
-    squared_distance, rows = call.recall.nearest(call.inputs)
-    weight = call.recall.weights(squared_distance)
+    (squared_distance, rows), weight = call.recall.recall_weighed(call.inputs)
     return LayerTrace(
         rows=rows.cpu(),
         squared_distance=squared_distance.cpu(),

@@ -28,8 +28,10 @@ from knn_moe.inference.history import TokenHistory
 from knn_moe.inference.hooks import HookStack, RecallHook, Selection
 from knn_moe.inference.language_head import HeadHooks, make_head
 from knn_moe.inference.stats import RoutingStats
+from knn_moe.memory.distilled import DistilledLayer
 from knn_moe.memory.memory import RoutingMemory
-from knn_moe.recall.layer import LayerRecall, layer_gamma
+from knn_moe.recall.distilled import DistilledRecall
+from knn_moe.recall.layer import LayerRecall, Recall, layer_gamma
 from knn_moe.recall.neighbours import Widths
 from knn_moe.routers.find import Router, find_routers
 from knn_moe.routers.fingerprint import identify, matches_sketch
@@ -93,25 +95,14 @@ def make_recall_hook(
     selection: Selection | None = None,
 ) -> RecallHook:
     """Make the hook that recalls one layer's memory, on its router's device."""
-    device, layer = router.device, memory.layers[router.layer]
-    gamma = layer_gamma(memory, router.layer, config, device)
-    kernels_count = config.stats and device.type == "cuda"
-    top = router.top_k if kernels_count and chooses_top_logits(router) else 0
     try:
-        recall = LayerRecall(
-            layer,
-            Widths.of(gamma, router.layer, config),
-            config,
-            device,
-            random_seed=memory.manifest.random_seed,
-            count_top=top,
-        )
+        recall = _open_recall(router, memory, config)
         recall.check_values_fit(router.weight.dtype)
     except torch.OutOfMemoryError:
         raise AttachError(
-            f"The memory ({memory.nbytes / 1e9:,.1f} GB) does not fit on {device} beside the "
-            f'model. Compress it (knn-moe compress), use RoutingConfig(index="fast"), or attach '
-            f"fewer layers with RoutingConfig(layers=…)."
+            f"The memory ({memory.nbytes / 1e9:,.1f} GB) does not fit on {router.device} beside "
+            f'the model. Compress it (knn-moe compress), use RoutingConfig(index="fast"), or '
+            f"attach fewer layers with RoutingConfig(layers=…)."
         ) from None
     return RecallHook(
         router,
@@ -120,6 +111,24 @@ def make_recall_hook(
         count_changes=config.stats,
         selection=selection,
         spare_first_token=config.spare_first_token,
+    )
+
+
+def _open_recall(router: Router, memory: RoutingMemory, config: RoutingConfig) -> Recall:
+    """Put one layer's memory on its router's device."""
+    device, layer = router.device, memory.layers[router.layer]
+    if isinstance(layer, DistilledLayer):
+        factor = config.for_layer(router.layer).confidence_factor
+        return DistilledRecall(layer, config, factor, device)
+    gamma = layer_gamma(memory, router.layer, config, device)
+    kernels_count = config.stats and device.type == "cuda"
+    return LayerRecall(
+        layer,
+        Widths.of(gamma, router.layer, config),
+        config,
+        device,
+        random_seed=memory.manifest.random_seed,
+        count_top=router.top_k if kernels_count and chooses_top_logits(router) else 0,
     )
 
 

@@ -152,8 +152,7 @@ def similarity_share(model: nn.Module, routing: Routing, ids: Tensor) -> Similar
     layers: dict[int, float] = {}
 
     def keep(call: RouterCall) -> None:
-        near = call.recall.nearest(call.inputs)
-        weight = call.recall.weights(near.squared_distance)
+        _, weight = call.recall.recall_weighed(call.inputs)
         layers[call.layer] = float(weight[:, 0].mean(dtype=torch.float64))
 
     with routing.observed(keep), torch.compiler.set_stance("force_eager"):

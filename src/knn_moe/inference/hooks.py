@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from knn_moe.inference.forward_pass import ALL_ROWS, ForwardPass, Rows
-from knn_moe.recall.layer import UNITS, LayerRecall, RouterCall
+from knn_moe.recall.layer import UNITS, Recall, RouterCall
 from knn_moe.routers.find import Router
 from knn_moe.routers.intercept import (
     KeepsInputs,
@@ -112,7 +112,7 @@ class RecallHook(KeepsInputs):
     def __init__(
         self,
         router: Router,
-        recall: LayerRecall,
+        recall: Recall,
         forward_pass: ForwardPass,
         *,
         count_changes: bool,

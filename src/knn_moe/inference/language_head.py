@@ -26,7 +26,7 @@ from knn_moe.inference.forward_pass import ALL_ROWS, ForwardPass
 from knn_moe.inference.hidden_states import HiddenStateHook, check_tokens, check_width
 from knn_moe.inference.hooks import RecallHook, Selection
 from knn_moe.memory.memory import RoutingMemory
-from knn_moe.recall.layer import layer_gamma
+from knn_moe.recall.layer import LayerRecall, layer_gamma
 from knn_moe.recall.next_token import TokenIndex, open_head_keys
 from knn_moe.routers.intercept import NotCopied
 from knn_moe.routers.model_state import unwrap
@@ -131,7 +131,8 @@ class RouterHead(Head):
 
     def __init__(self, hook: RecallHook, following: Tensor, mixture: HeadMixture) -> None:
         super().__init__(mixture, hook.selection)
-        self.hook = hook
+        assert isinstance(hook.recall, LayerRecall)  # check_use refuses a distilled memory's head
+        self.hook, self.recall = hook, hook.recall
         self.register_buffer("following", following.to(hook.recall.gamma.device), persistent=False)
         hook.keeps_inputs = True
 
@@ -139,7 +140,7 @@ class RouterHead(Head):
         self.hook.take_inputs()
 
     def nearest(self, keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        distance, rows = self.hook.recall.nearest_of(keys.to(self.following.device), k)
+        distance, rows = self.recall.nearest_of(keys.to(self.following.device), k)
         tokens = self.following[rows]
         return distance.masked_fill(tokens < 0, float("inf")), tokens.clamp(min=0)
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,8 +20,9 @@ from knn_moe.config import BuildConfig, RoutingConfig
 from knn_moe.errors import ConfigError, MemoryFormatError
 from knn_moe.memory import files
 from knn_moe.memory.compressed import CompressedLayer
-from knn_moe.memory.gamma import estimate_gammas
-from knn_moe.memory.head_keys import HeadKeys, join_head_keys, uses_head_keys
+from knn_moe.memory.copying import write_cases
+from knn_moe.memory.distilled import DistilledLayer
+from knn_moe.memory.head_keys import HeadKeys, uses_head_keys
 from knn_moe.memory.layers import LayerMemory
 from knn_moe.memory.manifest import MemoryManifest
 from knn_moe.memory.merging import (
@@ -34,16 +34,14 @@ from knn_moe.memory.merging import (
 )
 from knn_moe.memory.reader import read_folder
 from knn_moe.memory.summary import summary_table
-from knn_moe.memory.writer import MemoryWriter, write_layers
+from knn_moe.memory.writer import write_layers
 from knn_moe.reference.provenance import Provenance, check_droppable, concatenate, owners
-from knn_moe.reference.windows import ReferenceTokens, Span
+from knn_moe.reference.windows import ReferenceTokens
 from knn_moe.routers.fingerprint import ModelIdentity
-from knn_moe.support.folders import TemporaryFolder, expand_home, scratch_beside
+from knn_moe.support.folders import TemporaryFolder, expand_home
 from knn_moe.support.given import describe, kind_of_place
 
-_ROWS: Final = 4096  # copied at a time
-
-Layer: TypeAlias = LayerMemory | CompressedLayer
+Layer: TypeAlias = LayerMemory | CompressedLayer | DistilledLayer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +62,7 @@ class RoutingMemory:
     def __repr__(self) -> str:
         return (
             f"RoutingMemory({len(self):,} cases from {self.provenance.num_examples:,} examples × "
-            f"{len(self.layers)} layers{', compressed' * self.compressed}, for {self.base_model})"
+            f"{len(self.layers)} layers{self.form}, for {self.base_model})"
         )
 
     def _repr_html_(self) -> str:
@@ -97,17 +95,25 @@ class RoutingMemory:
         """Whether the keys became an index (`compress`)."""
         return any(isinstance(layer, CompressedLayer) for layer in self.layers.values())
 
+    @property
+    def distilled(self) -> bool:
+        """Whether the cases became a few prototypes (`distil`)."""
+        return any(isinstance(layer, DistilledLayer) for layer in self.layers.values())
+
+    @property
+    def form(self) -> str:
+        """What became of the cases, as words behind a comma; nothing if they are there."""
+        return ", distilled" * self.distilled + ", compressed" * self.compressed
+
     def full_layers(self) -> dict[int, LayerMemory]:
         """Return the layers with their keys.
 
         Raises:
-            MemoryFormatError: The memory is compressed and has no keys.
+            MemoryFormatError: The memory is compressed or distilled and has no keys.
         """
         full = {i: layer for i, layer in self.layers.items() if isinstance(layer, LayerMemory)}
         if len(full) < len(self.layers):
-            raise MemoryFormatError(
-                f"{self!r} has no keys. Use the memory that it was compressed from."
-            )
+            raise MemoryFormatError(f"{self!r} has no keys. Use the memory that it was made from.")
         return full
 
     def reference_tokens(self) -> ReferenceTokens:
@@ -115,7 +121,7 @@ class RoutingMemory:
         kept = torch.zeros(len(self.provenance.stream), dtype=torch.bool)
         kept[self.provenance.key] = True
         everything = self.build.tokens == "all"
-        scored = torch.ones_like(kept) if everything else _in_completion(self.provenance)
+        scored = torch.ones_like(kept) if everything else self.provenance.in_completion
         scored[self.provenance.begin[1:] - 1] = False  # a window's last token has no next one
         return ReferenceTokens(self.provenance, scored, kept)
 
@@ -164,11 +170,11 @@ class RoutingMemory:
         Raises:
             MemoryFormatError: The folder exists and `overwrite` is not set, or is no memory.
         """
-        if self.compressed:
+        if self.compressed or self.distilled:
             layers = [
                 (index, layer.entry(), layer.tensors)
                 for index, layer in self.layers.items()
-                if isinstance(layer, CompressedLayer)
+                if not isinstance(layer, LayerMemory)
             ]
             write_layers(
                 Path(folder),
@@ -179,7 +185,9 @@ class RoutingMemory:
                 overwrite=overwrite,
             )
             return
-        _write(Path(folder), [self], self.provenance, gammas=self._gammas(), overwrite=overwrite)
+        write_cases(
+            Path(folder), [self], self.provenance, gammas=self._gammas(), overwrite=overwrite
+        )
 
     def push_to_hub(self, repo_id: str, *, private: bool = False, token: str | None = None) -> str:
         """Upload the memory and its card as a model repository, and return the commit's address."""
@@ -314,18 +322,6 @@ class RoutingMemory:
         return {index: layer.gamma for index, layer in self.layers.items()}
 
 
-def _in_completion(provenance: Provenance) -> Tensor:
-    """Tell which tokens are in their example's completion: from the first that is a case on.
-
-    A pruned memory may have lost the first ones, which cannot be told. Shape [S] bool.
-    """
-    stream = torch.arange(len(provenance.stream))
-    names, example = provenance.example_of_window.unique(return_inverse=True)
-    first = torch.full([len(names)], len(stream))
-    first = first.scatter_reduce(0, example[provenance.window], provenance.key, "amin")
-    return stream >= first[example].repeat_interleave(provenance.begin.diff())
-
-
 def _write_and_open(
     folder: str | Path | None,
     memories: Sequence[RoutingMemory],
@@ -335,10 +331,10 @@ def _write_and_open(
     gammas: Mapping[int, float] | None = None,
     overwrite: bool,
 ) -> RoutingMemory:
-    """Write as `_write` does, to `folder` or to one that lives as long as the memory."""
+    """Write as `write_cases` does, to `folder` or to one that lives as long as the memory."""
     holds = TemporaryFolder() if folder is None else None
     target = holds.path / "memory" if holds else Path(str(folder))
-    _write(
+    write_cases(
         target,
         memories,
         provenance,
@@ -348,55 +344,6 @@ def _write_and_open(
         durable=holds is None,
     )
     return replace(RoutingMemory.from_pretrained(target, verify=False), _holds=holds)
-
-
-def _write(
-    folder: Path,
-    memories: Sequence[RoutingMemory],
-    provenance: Provenance,
-    *,
-    rows: Tensor | None = None,
-    gammas: Mapping[int, float] | None = None,
-    overwrite: bool,
-    durable: bool = True,
-) -> None:
-    """Write the cases of `memories`, one after the other, as one memory; with `rows`, only those of
-    a single memory. Without `gammas` they are estimated."""
-    folder = files.resolve_target(folder)
-    files.refuse_existing(folder, overwrite=overwrite)
-    shapes = {index: layer.shape for index, layer in memories[0].full_layers().items()}
-    with (
-        scratch_beside(folder) as scratch,
-        closing(MemoryWriter(scratch, provenance, shapes)) as writer,
-    ):
-        row = 0
-        for memory in memories:
-            for index, layer in memory.full_layers().items():
-                for start, part in _parts(len(memory), rows):
-                    keys = layer.keys[part].cpu()
-                    span = Span(row + start, 0, len(keys))
-                    writer.write(index, "keys", keys, [span])
-                    writer.write(index, "values", layer.values[part].cpu(), [span])
-            row += len(memory)
-        head_keys = None
-        if uses_head_keys(memories[0].routing):
-            parts = [memory.head_keys for memory in memories]
-            head_keys = join_head_keys(parts, provenance, rows, same=gammas is not None)
-        with writer.checksums() as described:
-            gammas = gammas or estimate_gammas(writer.keys(), provenance)
-            writer.seal(memories[0].manifest, gammas, described, head_keys=head_keys)
-        files.publish(scratch, folder, overwrite=overwrite, durable=durable)
-
-
-def _parts(cases: int, rows: Tensor | None) -> Iterator[tuple[int, slice | Tensor]]:
-    """Yield some cases at a time, of all or of `rows`: where they begin in the file, and which they
-    are."""
-    if rows is None:
-        for start in range(0, cases, _ROWS):
-            yield start, slice(start, start + _ROWS)
-    else:
-        for start in range(0, len(rows), _ROWS):
-            yield start, rows[start : start + _ROWS]
 
 
 def _check_gone(written: RoutingMemory, before: Provenance, examples: Collection[int]) -> None:

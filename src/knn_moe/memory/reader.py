@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from knn_moe.errors import MemoryFormatError
 from knn_moe.memory import files, validate
 from knn_moe.memory.compressed import CompressedLayer
+from knn_moe.memory.distilled import DistilledLayer
 from knn_moe.memory.head_keys import HeadKeys
 from knn_moe.memory.layers import LayerMemory
 from knn_moe.memory.manifest import MemoryManifest
@@ -20,7 +21,7 @@ from knn_moe.reference.provenance import Provenance
 class Contents(NamedTuple):
     """What a folder holds, by the fields of a RoutingMemory."""
 
-    layers: dict[int, LayerMemory | CompressedLayer]
+    layers: dict[int, LayerMemory | CompressedLayer | DistilledLayer]
     provenance: Provenance
     manifest: MemoryManifest
     head_keys: HeadKeys | None
@@ -76,12 +77,14 @@ def _read_tokens(path: Path, config: Mapping[str, Any]) -> Provenance:
 
 def _read_layer(
     entry: Mapping[str, Any], path: Path, cases: int, *, verify: bool
-) -> LayerMemory | CompressedLayer:
+) -> LayerMemory | CompressedLayer | DistilledLayer:
     tensors, where = files.read_tensors(path), repr(str(path))
     validate.check_layer_tensors(entry, tensors, cases, where)
-    layer: LayerMemory | CompressedLayer
+    layer: LayerMemory | CompressedLayer | DistilledLayer
     if "index" in entry:
         layer = CompressedLayer.read(entry, tensors)
+    elif "prototypes" in entry:
+        layer = DistilledLayer.read(entry, tensors)
     else:
         layer = LayerMemory(gamma=entry["gamma"], **tensors)
     if verify:

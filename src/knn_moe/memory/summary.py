@@ -43,7 +43,7 @@ def describe(memory: RoutingMemory) -> dict[str, str]:
         "routers": f"{memory.base_model.architecture} {memory.base_model.fingerprint[:12]}",
         "cases per layer": f"{len(memory):,}",
         "examples": f"{memory.provenance.num_examples:,}",
-        "layers": f"{len(memory.layers)}{', compressed' * memory.compressed}",
+        "layers": f"{len(memory.layers)}{memory.form}",
         "size": f"{memory.nbytes / 1e6:,.1f} MB",
         "built with": _join(manifest["build"]),
         "used with": _join(routing),

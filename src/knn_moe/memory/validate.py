@@ -22,6 +22,7 @@ from knn_moe.config import SIMILARITIES, IndexConfig, check_width
 from knn_moe.errors import ConfigError, MemoryFormatError
 from knn_moe.index.check import (
     FLOATS,
+    LARGEST,
     check_contents,
     check_form,
     check_numbers,
@@ -31,6 +32,7 @@ from knn_moe.index.check import (
     check_values,
 )
 from knn_moe.memory.compressed import CompressedLayer, IndexQuality
+from knn_moe.memory.distilled import DistilledLayer
 from knn_moe.memory.head_keys import HeadKeys
 from knn_moe.memory.layers import LayerMemory
 from knn_moe.memory.schema import read_fields, read_value
@@ -68,6 +70,14 @@ class _Compressed(_Full):
 
 
 @dataclass(frozen=True)
+class _Distilled(_Full):
+    """What a config says of a layer that was distilled."""
+
+    prototypes: int
+    log_threshold: float
+
+
+@dataclass(frozen=True)
 class _Head(_File):
     """What a config says of head keys."""
 
@@ -86,8 +96,8 @@ def check_config(config: Mapping[str, Any]) -> None:
     numbers = [entry["layer"] for entry in layers]
     if not numbers or len(set(numbers)) < len(numbers):
         raise MemoryFormatError(f"The config names no layer, or one of them twice: {numbers[:99]}.")
-    if len({"index" in entry for entry in layers}) > 1:
-        raise MemoryFormatError("The config has layers with keys and others without.")
+    if len({_kind_of(entry) for entry in layers}) > 1:
+        raise MemoryFormatError("The config has layers of different kinds.")
     if config.get("head_keys") is not None:
         head = read_fields(_Head, config["head_keys"], "The config's head_keys", others=True)
         _check_gamma(head.gamma, "The head")
@@ -95,17 +105,24 @@ def check_config(config: Mapping[str, Any]) -> None:
 
 def _check_entry(entry: Mapping[str, Any]) -> None:
     where = f"The config's entry of layer {entry.get('layer')!a}"
-    kind = _Compressed if "index" in entry else _Full
-    told = read_fields(kind, entry, where, others=True)
+    told = read_fields(_kind_of(entry), entry, where, others=True)
     _check_gamma(told.gamma, where)
     if told.layer < 0:
         raise MemoryFormatError(f"{where} has a negative number.")
+    if isinstance(told, _Distilled) and (told.prototypes < 1 or abs(told.log_threshold) > LARGEST):
+        raise MemoryFormatError(f"{where} has no prototypes, or a threshold beyond {LARGEST:g}.")
     if isinstance(told, _Compressed):
         hidden, experts, dtype = told.shape
         if told.index.kind == "exact" or told.similarity not in SIMILARITIES:
             raise MemoryFormatError(f"{where} has no index or similarity that a memory can have.")
         if min(told.cases, hidden, experts) < 1 or dtype not in _DTYPES:
             raise MemoryFormatError(f"{where} has a shape that no layer has: {list(told.shape)}.")
+
+
+def _kind_of(entry: Mapping[str, Any]) -> type[_Full]:
+    if "index" in entry:
+        return _Compressed
+    return _Distilled if "prototypes" in entry else _Full
 
 
 def _check_gamma(gamma: float, where: str) -> None:
@@ -150,12 +167,12 @@ def check_tokens(tensors: Mapping[str, Tensor], config: Mapping[str, Any], where
 def check_layer_tensors(
     entry: Mapping[str, Any], tensors: Mapping[str, Tensor], cases: int, where: str
 ) -> None:
-    """Check the dtypes and shapes of a layer's tensors. It must have `cases` cases."""
+    """Check the dtypes and shapes of a layer's tensors, of a memory of `cases` cases."""
+    if "prototypes" in entry:
+        _check_distilled_tensors(tensors, entry["prototypes"], cases, where)
+        return
     if "index" not in entry:
-        hidden, experts = (
-            tensors[name].shape[-1] if name in tensors and tensors[name].ndim else 0
-            for name in ("keys", "values")
-        )
+        hidden, experts = _width(tensors, "keys"), _width(tensors, "values")
         forms = {"keys": (FLOATS, (cases, hidden)), "values": ((torch.float32,), (cases, experts))}
         check_tensors(tensors, forms, where)
         if not hidden or not experts:
@@ -171,6 +188,26 @@ def check_layer_tensors(
     check_values(values, layer.index, (cases, layer.shape.num_experts), where)
 
 
+def _check_distilled_tensors(
+    tensors: Mapping[str, Tensor], prototypes: int, cases: int, where: str
+) -> None:
+    hidden, experts = _width(tensors, "keys"), _width(tensors, "updates")
+    forms = {
+        "keys": (FLOATS, (prototypes, hidden)),
+        "updates": ((torch.float32,), (prototypes, experts)),
+        "linear": (FLOATS, (experts, hidden)),
+        "cases": ((torch.int64,), (prototypes,)),
+    }
+    check_tensors(tensors, forms, where)
+    if not hidden or not experts or tensors["linear"].dtype != tensors["keys"].dtype:
+        raise MemoryFormatError(f"{where} has no numbers, or linear is of another dtype than keys.")
+    check_range(tensors["cases"], "cases", where, 0, cases - 1)
+
+
+def _width(tensors: Mapping[str, Tensor], name: str) -> int:
+    return tensors[name].shape[-1] if name in tensors and tensors[name].ndim else 0
+
+
 def check_head_tensors(head: HeadKeys, provenance: Provenance, where: str) -> None:
     """Check the dtypes and shapes of head keys: one for each case, or for each that a token
     followed."""
@@ -179,11 +216,14 @@ def check_head_tensors(head: HeadKeys, provenance: Provenance, where: str) -> No
     check_form(head.tensors, head.index, cases, head.width, where)
 
 
-def check_layer_contents(layer: LayerMemory | CompressedLayer, where: str) -> None:
+def check_layer_contents(layer: LayerMemory | CompressedLayer | DistilledLayer, where: str) -> None:
     """Read all numbers of a layer whose form was checked."""
     if isinstance(layer, CompressedLayer):
         check_contents(layer.part("index"), layer.index, layer.cases, where)
         check_value_numbers(layer.part("values"), where)
+    elif isinstance(layer, DistilledLayer):
+        for name in ("keys", "updates", "linear"):
+            check_numbers(layer.tensors[name], name, where)
     else:
         check_numbers(layer.keys, "keys", where)
         check_numbers(layer.values, "values", where)

@@ -85,6 +85,9 @@ METHODS: Final = Registry(
         "knn-calibrated": MethodSpec(
             "kNN-MoE (calibrated)", "calibrated:prepare_calibrated", rows=_CALIBRATED
         ),
+        "knn-distilled": MethodSpec(
+            "kNN-MoE (distilled)", "calibrated:prepare_distilled", rows=_CALIBRATED
+        ),
         "knn-right-answers": MethodSpec(
             "kNN-MoE (calibrated on right answers)",
             "calibrated:prepare_right_answers",

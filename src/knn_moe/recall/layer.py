@@ -8,7 +8,7 @@ kernels that do all of it in two launches (index/fast/fused.py).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,10 @@ from knn_moe.index.fast.tensors import KernelConfig
 from knn_moe.index.fast.values import PackedValues
 from knn_moe.memory.compressed import CompressedLayer
 from knn_moe.memory.gamma import estimate_gammas
-from knn_moe.memory.memory import Layer, RoutingMemory
+from knn_moe.memory.layers import LayerMemory
+from knn_moe.memory.memory import RoutingMemory
 from knn_moe.memory.validate import check_layer_contents
+from knn_moe.recall.distilled import DistilledRecall
 from knn_moe.recall.neighbours import Neighbours, Widths, confidence_of, weigh, weights_of
 from knn_moe.recall.random_cases import draw_cases
 
@@ -54,7 +56,7 @@ class LayerRecall(nn.Module):
 
     def __init__(
         self,
-        layer: Layer,
+        layer: LayerMemory | CompressedLayer,
         widths: Widths,
         config: RoutingConfig,
         device: torch.device,
@@ -148,6 +150,11 @@ class LayerRecall(nn.Module):
         near = self._recall(inputs)
         return near._replace(rows=rows_of(self.index, near.rows))
 
+    def recall_weighed(self, inputs: Tensor) -> tuple[Neighbours, Tensor]:
+        """Find the K cases that are recalled, and each one's share of the proposal [T, K]."""
+        near = self.nearest(inputs)
+        return near, self.weights(near.squared_distance)
+
     def nearest_of(self, inputs: Tensor, k: int) -> Neighbours:
         """Find the k nearest cases, for another K and never at random. Shapes: inputs [T, d]."""
         distance, places = self.index.search(self._queries(inputs), min(k, self.cases))
@@ -177,6 +184,9 @@ class LayerRecall(nn.Module):
         return tensors[0][places] if len(tensors) == 1 else PackedValues(*tensors).at(places)
 
 
+Recall: TypeAlias = LayerRecall | DistilledRecall
+
+
 @dataclass(frozen=True)
 class RouterCall:
     """What happened in one router call.
@@ -186,7 +196,7 @@ class RouterCall:
     """
 
     layer: int
-    recall: LayerRecall
+    recall: Recall
     inputs: Tensor
     logits: Tensor
     mixed: Tensor
@@ -196,7 +206,7 @@ class RouterCall:
 
 
 def open_layer(
-    layer: Layer, config: RoutingConfig, device: torch.device
+    layer: LayerMemory | CompressedLayer, config: RoutingConfig, device: torch.device
 ) -> tuple[KeyIndex, Tensor | PackedValues]:
     """Return the index of a layer and its values, in the index's order, on `device`.
 

@@ -52,6 +52,18 @@ class Provenance:
         return self.example_of_window[self.window].long()
 
     @property
+    def in_completion(self) -> Tensor:
+        """Whether a token is in its example's completion: from the first that is a case on.
+
+        A pruned memory may have lost the first ones, which cannot be told. Shape [S] bool.
+        """
+        stream = torch.arange(len(self.stream))
+        names, example = self.example_of_window.unique(return_inverse=True)
+        first = torch.full([len(names)], len(stream))
+        first = first.scatter_reduce(0, example[self.window], self.key, "amin")
+        return stream >= first[example].repeat_interleave(self.begin.diff())
+
+    @property
     def position(self) -> Tensor:
         """The key's token position in its example. Shape [M] int64."""
         window = self.window

@@ -1,4 +1,4 @@
-"""The parts of a reference set that a memory is calibrated on: to fit, to choose and to judge by.
+"""The parts of a reference set that a memory learns from: to fit, to choose and to judge by.
 
 Split by example, identical examples together. Within a part a token may recall any example but its
 own, as the tokens of a new text would.
@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from knn_moe.config import LEAST_EXAMPLES, CalibrationConfig
+from knn_moe.config import LEAST_EXAMPLES, HeldOutConfig
 from knn_moe.errors import CalibrationError
 from knn_moe.reference.windows import Batch, ReferenceTokens
 
@@ -57,7 +57,7 @@ class Splits(NamedTuple):
     held_out: Part
 
 
-def split(reference: ReferenceTokens, config: CalibrationConfig) -> Splits:
+def split(reference: ReferenceTokens, config: HeldOutConfig) -> Splits:
     """Hold out a share of the examples to choose by, another to judge by, and fit on the rest.
 
     A part takes windows that have a scored token, one of each example before the second of any,

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from knn_moe.adapt.calibrate.calibrate import calibrating, conclude
+from knn_moe.adapt.calibrate.calibrate import conclude, learning_on, out_of_memory_advice
 from knn_moe.adapt.calibrate.clock import Clock
 from knn_moe.adapt.calibrate.result import Calibration, TokenChoice
 from knn_moe.adapt.calibrate.search import Search, no_finite_loss
@@ -87,7 +87,7 @@ def build_calibrated(
     judged = choice_tokens(model, tokenizer, listed, replace(config, loss="completion"))
     split(judged, calibration)  # refuses too few examples before anything is built
     if calibration.value_rates:
-        config = replace(config, steps=1, learning_rate=1.0, gradient=_find_gradient(model, judged))
+        config = replace(config, steps=1, learning_rate=1.0, gradient=find_gradient(model, judged))
     by_choices = isinstance(judged, ChoiceTokens)
     choices = _list_choices(config, judged)
 
@@ -100,7 +100,7 @@ def build_calibrated(
                 memory = build_to(Destination(target=place, part=True), *inputs, on_progress)
         by_completions = by_choices or (choice.loss or choice.tokens) == "completion"
         reference = judged if by_completions else memory.reference_tokens()
-        with calibrating(model, memory, calibration):
+        with learning_on(model, out_of_memory_advice(memory, calibration)):
             search = Search(Calibrator(model, memory, reference, calibration, on_progress, judged))
             search.begin()
         return search
@@ -115,7 +115,7 @@ def build_calibrated(
     with _open_workspace(folder, plan, overwrite=overwrite) as workspace:
         search, tried = _choose_tokens(choices, workspace.root if workspace else None, begin)
         memory = search.calibrator.memory
-        with calibrating(model, memory, calibration):
+        with learning_on(model, out_of_memory_advice(memory, calibration)):
             search.run()
             found = conclude(search, started)
             if calibration.value_rates and not found.helps:
@@ -176,7 +176,7 @@ def _shorten(model: nn.Module, memory: RoutingMemory) -> RoutingMemory:
     return replace(memory, layers=layers, manifest=manifest, folder=None)
 
 
-def _find_gradient(model: nn.Module, reference: ReferenceTokens) -> str:
+def find_gradient(model: nn.Module, reference: ReferenceTokens) -> str:
     """Return "dense", or "sparse" where the experts of the model cannot all be run."""
     shortest = int(reference.lengths.argmin())
     config = BuildConfig(steps=1, gradient="dense")

@@ -93,7 +93,7 @@ def calibrate(
     if not force:
         check_belongs(model, memory)
     reference = _read_reference(model, memory, examples, tokenizer)
-    with calibrating(model, memory, config):
+    with learning_on(model, out_of_memory_advice(memory, config)):
         calibrator = Calibrator(model, memory, reference, config, on_progress)
         search = Search(calibrator)
         search.run()
@@ -101,12 +101,9 @@ def calibrate(
 
 
 @contextmanager
-def calibrating(
-    model: nn.Module, memory: RoutingMemory, config: CalibrationConfig
-) -> Iterator[None]:
-    """Allow gradients, use experts that are fast with them, and explain what does not fit."""
+def learning_on(model: nn.Module, advice: str) -> Iterator[None]:
+    """Allow gradients, use experts that are fast with them, and give advice if it does not fit."""
     forget_compiled_graphs()
-    advice = _out_of_memory_advice(memory, config)
     with torch.inference_mode(False), use_grouped_experts(model), explain_out_of_memory(advice):
         yield
 
@@ -173,7 +170,8 @@ def _check_unseen(memory: RoutingMemory, reference: ReferenceTokens) -> None:
         )
 
 
-def _out_of_memory_advice(memory: RoutingMemory, config: CalibrationConfig) -> str:
+def out_of_memory_advice(memory: RoutingMemory, config: CalibrationConfig) -> str:
+    """Say what calibration needs, and what takes less."""
     return (
         f"Calibration needs the whole memory ({memory.nbytes / 1e9:,.1f} GB), seven times its "
         f"values to train them, and a backward pass of {config.step_tokens:,} tokens beside the "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from knn_moe.config import RoutingConfig
 from knn_moe.recall.leave_one_out import Cases, LeaveOneOutRecall
 from knn_moe.recall.neighbours import Recalled
 from knn_moe.reference.windows import Batch
+from knn_moe.routers.find import Router
 from knn_moe.routers.intercept import RouterHook
 from knn_moe.routers.model_state import freeze, install_hooks
 from knn_moe.support.statistics import Comparison, paired_bootstrap
@@ -40,20 +42,60 @@ class Judgement:
         return self.change.surely_less(self.examples)
 
 
+class Judged(Protocol):
+    """What one layer recalls, as a router callback that also tells the mean λ."""
+
+    @property
+    def router(self) -> Router: ...
+
+    @property
+    def mean_confidence(self) -> float: ...
+
+    def begin(self, batch: Batch) -> None: ...
+
+    def __call__(self, inputs: Tensor, logits: Tensor) -> Tensor: ...
+
+
+class ConfidenceSum:
+    """The mean λ of the tokens that are not left to the router."""
+
+    def __init__(self) -> None:
+        self._sum = 0.0
+        self._tokens = 0
+
+    def add(self, confidence: Tensor, batch: Batch, *, spare_first: bool) -> None:
+        """Add the tokens of a batch. Shapes: confidence [B·T]."""
+        counted = batch.token_owner != 0
+        if spare_first:
+            counted &= ~batch.first_tokens
+        self._sum += float(confidence[counted.to(confidence.device)].sum())
+        self._tokens += int(counted.sum())
+
+    @property
+    def mean(self) -> float:
+        return self._sum / max(self._tokens, 1)
+
+
 class JudgedRecall(LeaveOneOutRecall):
-    """A layer's recall as `config` has it, which also sums up λ."""
+    """A layer's recall of other examples as `config` has it, which also sums up λ."""
 
     def __init__(self, cases: Cases, config: RoutingConfig) -> None:
         super().__init__(cases, config)
-        self.confidence_sum = 0.0
-        self.tokens = 0
+        self.router = cases.router
+        self.confidence = ConfidenceSum()
+
+    def begin(self, batch: Batch) -> None:
+        super().begin(batch)
+        self.batch = batch
 
     def recall(self, inputs: Tensor) -> Recalled:
         recalled = super().recall(inputs)
-        counted = self.owner != 0 if self.spared is None else (self.owner != 0) & ~self.spared
-        self.confidence_sum += float(recalled.confidence[counted.to(inputs.device)].sum())
-        self.tokens += int(counted.sum())
+        self.confidence.add(recalled.confidence, self.batch, spare_first=self.spares_first)
         return recalled
+
+    @property
+    def mean_confidence(self) -> float:
+        return self.confidence.mean
 
 
 @dataclass(frozen=True)
@@ -100,7 +142,6 @@ class Baseline:
         return [column[sums[-1] > 0] for column in sums[:-1]]
 
 
-@torch.no_grad()
 def judge(
     model: nn.Module, cases: Sequence[Cases], baseline: Baseline, config: RoutingConfig
 ) -> Judgement:
@@ -109,13 +150,19 @@ def judge(
     Raises:
         DivergedError: The losses are not finite.
     """
-    recalls = [
-        JudgedRecall(each, config)
-        for each in cases
-        if config.for_layer(each.router.layer).confidence_factor > 0
-    ]
+    used = [each for each in cases if config.for_layer(each.router.layer).confidence_factor > 0]
+    return judge_recalls(model, [JudgedRecall(each, config) for each in used], baseline)
+
+
+@torch.no_grad()
+def judge_recalls(model: nn.Module, recalls: Sequence[Judged], baseline: Baseline) -> Judgement:
+    """Compare the model with what its layers recall with the model alone.
+
+    Raises:
+        DivergedError: The losses are not finite.
+    """
     lines = []
-    with freeze(model), install_hooks([RouterHook(each.cases.router, each) for each in recalls]):
+    with freeze(model), install_hooks([RouterHook(each.router, each) for each in recalls]):
         for batch in baseline.batches:
             for recall in recalls:
                 recall.begin(batch)
@@ -131,8 +178,5 @@ def judge(
         change=baseline.compare(losses, baseline.losses),
         examples=len(tokens),
         tokens=int(total),
-        mean_confidence={
-            recall.cases.router.layer: recall.confidence_sum / max(recall.tokens, 1)
-            for recall in recalls
-        },
+        mean_confidence={recall.router.layer: recall.mean_confidence for recall in recalls},
     )

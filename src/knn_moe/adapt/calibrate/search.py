@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Final
 
 from knn_moe.adapt.calibrate.result import TrialSummary
@@ -20,6 +22,22 @@ def no_finite_loss() -> CalibrationError:
     )
 
 
+def climb(rates: Sequence[float], loss_at: Callable[[float], float]) -> None:
+    """Go from the middle rate to better neighbours until there is none; lower ones first.
+
+    `rates` ascend. `loss_at` is called once for each rate that is tried.
+    """
+    loss_of = cache(loss_at)
+    place = (len(rates) - 1) // 2
+    while True:
+        loss = loss_of(rates[place])
+        near = [rates[at] for at in (place - 1, place + 1) if 0 <= at < len(rates)]
+        better = next((rate for rate in near if loss_of(rate) < loss), None)
+        if better is None:
+            return
+        place = rates.index(better)
+
+
 class Search:
     """The trials of one memory: the best so far, and the numbers of all of them.
 
@@ -33,7 +51,6 @@ class Search:
         self._best: Trial | None = None
         self._begun = False
         self._widths: Trial | None = None  # the fit from which values are trained
-        self._losses: dict[int, float] = {}  # by place among the rates
 
     @property
     def best(self) -> Trial:
@@ -62,27 +79,14 @@ class Search:
         """Make all trials: also at other rates, with fewer neighbours, and the memory unchanged."""
         self.begin()
         if self.rates:
-            self._search_rates()
+            climb(self.rates, self._loss_at)
         self._try_fewer_neighbours()
         self._offer(self.calibrator.try_unchanged())
 
-    def _search_rates(self) -> None:
-        """Go from the middle rate to better neighbours until there is none; lower ones first."""
-        place = (len(self.rates) - 1) // 2
-        while True:
-            loss = self._loss_at(place)
-            near = [near for near in (place - 1, place + 1) if 0 <= near < len(self.rates)]
-            found = next((near for near in near if self._loss_at(near) < loss), None)
-            if found is None:
-                return
-            place = found
-
-    def _loss_at(self, place: int) -> float:
-        if place not in self._losses:
-            trial = self._train(self.calibrator.ks[-1], self.rates[place])
-            self._offer(trial)
-            self._losses[place] = trial.judgement.loss if trial else math.inf
-        return self._losses[place]
+    def _loss_at(self, rate: float) -> float:
+        trial = self._train(self.calibrator.ks[-1], rate)
+        self._offer(trial)
+        return trial.judgement.loss if trial else math.inf
 
     def _train(self, k: int, rate: float) -> Trial | None:
         return self._widths and self.calibrator.try_values(self._widths, k, rate)

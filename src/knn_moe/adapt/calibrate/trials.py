@@ -13,7 +13,7 @@ from knn_moe.adapt.calibrate.clock import Clock
 from knn_moe.adapt.calibrate.fit import FitCases, FitData, fit_widths, look_up_neighbours
 from knn_moe.adapt.calibrate.judge import Baseline, Judgement, judge
 from knn_moe.adapt.calibrate.language_head import HeadChoice, HeadReader, choose_head
-from knn_moe.adapt.calibrate.objective import find_temperature
+from knn_moe.adapt.calibrate.parts import cut_into_steps, split_for
 from knn_moe.adapt.calibrate.result import Distances, TrialSummary
 from knn_moe.adapt.calibrate.start import Direction, Start, choose_start
 from knn_moe.adapt.calibrate.values import ValueTraining, train_values
@@ -24,16 +24,13 @@ from knn_moe.inference.attach import routers_for
 from knn_moe.memory.memory import RoutingMemory
 from knn_moe.reference.choices import ChoiceTokens
 from knn_moe.reference.provenance import owners
-from knn_moe.reference.splits import Part, Splits, split
+from knn_moe.reference.splits import Part
 from knn_moe.reference.windows import Batch, ReferenceTokens
-from knn_moe.routers.model_state import freeze
 from knn_moe.support.progress import OnProgress, StepCounter
 
 _WIDTH_PASSES: Final = 2  # over the examples to fit, at most
 _SAMPLE: Final = 4096  # tokens of the examples to fit that settle where values start
 _TRIED_RATES: Final = 3  # of the rates in the config, usually
-# A pass has at least this many steps, of at least this many tokens each.
-_STEPS_A_PASS, _LEAST_TOKENS = 24, 64
 
 
 @dataclass(frozen=True)
@@ -112,7 +109,7 @@ class Calibrator:
         self.model = model
         self.memory = memory
         self.config = config
-        self.splits = _split(model, reference, judged or reference, config)
+        self.splits = split_for(model, reference, judged or reference, config)
         self.ks = _possible_ks(memory, config)
         self.cases: Sequence[FitCases] = _open_cases(model, memory)
         batches = self._fit_batches(self.splits.fit)
@@ -271,29 +268,11 @@ class Calibrator:
         return Trial(name, routing, cases, judged)
 
     def _fit_batches(self, part: Part) -> list[Batch]:
-        """Cut a part into batches for backward passes: so small that a pass has some steps."""
         most = min(self.config.step_tokens, self.memory.build.batch_tokens)
-        wanted = max(self.splits.fit.tokens // _STEPS_A_PASS, _LEAST_TOKENS)
-        return list(part.batches(min(most, wanted)))
+        return cut_into_steps(part, self.splits.fit.tokens, most)
 
     def _judge_batches(self, part: Part) -> list[Batch]:
         return list(part.batches(self.memory.build.batch_tokens))
-
-
-def _split(
-    model: nn.Module, reference: ReferenceTokens, judged: ReferenceTokens, config: CalibrationConfig
-) -> Splits:
-    """Split both: the first to fit on, the second to choose and judge by."""
-    if isinstance(judged, ChoiceTokens):
-        batches = split(judged, config).choose.batches(config.step_tokens)
-        with freeze(model):
-            temperature = find_temperature(model, batches)
-        reference = judged = replace(judged, temperature=temperature)
-    parts = split(judged, config)
-    if judged is reference:
-        return parts
-    others = split(reference, config)
-    return parts._replace(fit=others.fit, held_out=others.held_out)
 
 
 def _possible_ks(memory: RoutingMemory, config: CalibrationConfig) -> list[int]:

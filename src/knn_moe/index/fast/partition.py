@@ -29,7 +29,7 @@ class Partition(NamedTuple):
 
 def partition(points: Tensor) -> Partition:
     """Group points into lists of at most LONGEST. Shapes: points [M, r] fp32."""
-    cell = nearest_centre(points, _k_means(points, max(len(points) // _TYPICAL, 1)))
+    cell = nearest_centre(points, k_means(points, max(len(points) // _TYPICAL, 1)))
     cell = _cut(points, cell)
     order = torch.argsort(cell, stable=True)
     sizes = torch.bincount(cell)
@@ -58,7 +58,7 @@ def nearest_centre(points: Tensor, centres: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def _k_means(points: Tensor, cells: int) -> Tensor:
+def k_means(points: Tensor, cells: int) -> Tensor:
     """Run Lloyd's algorithm on an even sample; an empty cell keeps its centre."""
     sample = points[spread_evenly(cells * _SAMPLE, len(points), points.device)]
     centres = sample[spread_evenly(cells, len(sample), points.device)].clone()

@@ -1,0 +1,1 @@
+"""Distil a memory: a few prototypes a layer, learned through the frozen model."""
