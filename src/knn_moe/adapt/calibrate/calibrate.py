@@ -89,6 +89,7 @@ def calibrate(
             "This memory is a control that recalls cases at random. Calibrate the memory it was "
             "made from."
         )
+    memory.full_layers()  # refuses a memory without keys
     check_free(model)
     if not force:
         check_belongs(model, memory)

@@ -80,7 +80,7 @@ def distil(
     model = uncompiled(model)
     if not len(memory):
         raise CalibrationError(f"{memory!r} has nothing to distil.")
-    memory.full_layers()
+    memory.full_layers()  # refuses a memory without keys
     check_free(model)
     if not force:
         check_belongs(model, memory)

@@ -118,17 +118,16 @@ class Prototypes(nn.Module):
             {"params": [self.get_parameter(name)], "most": most} for name, most in rates.items()
         ]
 
-    @torch.no_grad()
     def read(self) -> DistilledLayer:
         """Return the layer as it is now, on the CPU, in the precision it is kept in; it does not
         yet know its cases."""
         return DistilledLayer(
-            keys=self.keys.to(self.dtype).cpu(),
-            updates=self.updates.detach().cpu().clone(),
-            linear=self.linear.to(self.dtype).cpu(),
+            keys=self.keys.detach().to(self.dtype, copy=True).cpu(),
+            updates=self.updates.detach().clone().cpu(),
+            linear=self.linear.detach().to(self.dtype, copy=True).cpu(),
             cases=torch.zeros(len(self.keys), dtype=torch.int64),
-            gamma=float(self.log_gamma.exp()),
-            log_threshold=float(self.log_threshold),
+            gamma=self.log_gamma.detach().exp().item(),
+            log_threshold=self.log_threshold.item(),
         )
 
 

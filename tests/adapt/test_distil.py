@@ -1,0 +1,297 @@
+"""Distilling: prototypes help on unseen text, are judged by it, and are a memory like any other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from helpers.calibrating import mean_loss, sayings
+from helpers.zoo import BUILD, encode
+from knn_moe import (
+    DistilConfig,
+    Distillation,
+    Example,
+    HeadConfig,
+    RoutingConfig,
+    RoutingMemory,
+    attach,
+    attach_all,
+    build_distilled,
+    build_memory,
+    calibrate,
+    compress,
+    distil,
+    prune,
+)
+from knn_moe.adapt.distil.prototypes import Prototypes, Start
+from knn_moe.adapt.distil.trials import Distiller
+from knn_moe.errors import (
+    AttachError,
+    CalibrationError,
+    ConfigError,
+    MemoryFormatError,
+    MemoryMismatchError,
+)
+from knn_moe.memory.distilled import DistilledLayer
+from knn_moe.recall.distilled import DistilledRecall
+from knn_moe.reference.provenance import owners
+from knn_moe.routers.find import find_routers
+from knn_moe.support.progress import ignore_progress
+
+QUICK = DistilConfig(prototypes=24, rates=(0.3,), passes=3, step_tokens=64)
+
+
+@pytest.fixture(scope="module")
+def distillation(olmoe: PreTrainedModel, sayings_memory: RoutingMemory) -> Distillation:
+    """What is distilled from `sayings_memory`."""
+    return distil(olmoe, sayings_memory, config=QUICK)
+
+
+@pytest.fixture
+def small(sayings_memory: RoutingMemory, distillation: Distillation) -> RoutingMemory:
+    """`sayings_memory`, distilled."""
+    return distillation.apply(sayings_memory)
+
+
+@pytest.fixture
+def layer() -> DistilledLayer:
+    """Prototypes far from zero, which is where distances lose digits."""
+    generator = torch.Generator().manual_seed(0)
+    draw = torch.randn
+    return DistilledLayer(
+        keys=3 + draw(7, 16, generator=generator),
+        updates=draw(7, 4, generator=generator),
+        linear=draw(4, 16, generator=generator),
+        cases=torch.arange(7),
+        gamma=0.1,
+        log_threshold=-2.0,
+    )
+
+
+def recall_of(layer: DistilledLayer, factor: float = 1.0) -> DistilledRecall:
+    return DistilledRecall(layer, RoutingConfig(k=3), factor, torch.device("cpu"))
+
+
+def test_it_computes_what_the_equations_say(layer: DistilledLayer) -> None:
+    inputs, logits = 3 + torch.randn(5, 16), torch.randn(5, 4)
+    mixed, confidence = recall_of(layer, 0.5)(inputs, logits)
+    for x, own, ours, found in zip(inputs, logits, mixed, confidence, strict=True):
+        similarity = torch.exp(-0.1 * (x - layer.keys).double().square().sum(dim=-1))
+        total = similarity.sum()
+        share = float(0.5 * total / (torch.tensor(-2.0).double().exp() + total))
+        update = (similarity[:, None] * layer.updates).sum(dim=0) / total + layer.linear @ x
+        assert float(found) == pytest.approx(share, rel=1e-4)
+        torch.testing.assert_close(ours, (own + share * update).float(), rtol=1e-4, atol=1e-4)
+
+
+def test_far_from_all_prototypes_the_router_decides_alone(layer: DistilledLayer) -> None:
+    logits = torch.randn(2, 4)
+    mixed, confidence = recall_of(layer)(torch.full((2, 16), 1e4), logits)
+    assert torch.equal(mixed, logits)
+    assert not confidence.any()
+
+
+def test_it_is_trained_as_it_is_used(layer: DistilledLayer, olmoe: PreTrainedModel) -> None:
+    router = find_routers(olmoe)[0]
+    router = replace(router, num_experts=4, hidden_size=16)
+    start = Start(router, layer.keys, layer.gamma, layer.log_threshold, 1.0, 1.0, 1.0)
+    trained = Prototypes(start, torch.float32)
+    trained.updates.data = layer.updates
+    trained.linear.data = layer.linear
+    inputs, logits = 3 + torch.randn(6, 16), torch.randn(6, 4)
+    trained.spared = torch.tensor([True] + [False] * 5)
+    expected, _ = recall_of(trained.read())(inputs, logits)
+    result = trained(inputs, logits)
+    torch.testing.assert_close(result[1:], expected[1:], rtol=1e-4, atol=1e-4)
+    assert torch.equal(result[0], logits[0])
+
+
+def test_it_compiles_whole_and_takes_many_tokens(layer: DistilledLayer) -> None:
+    recall = recall_of(layer)
+    inputs, logits = 3 + torch.randn(9000, 16), torch.randn(9000, 4)
+    mixed, confidence = recall(inputs, logits)
+    parts = [recall(inputs[at], logits[at]) for at in torch.arange(9000).split(4000)]
+    torch.testing.assert_close(mixed, torch.cat([part for part, _ in parts]))
+    compiled = torch.compile(recall, fullgraph=True)
+    torch.testing.assert_close(compiled(inputs[:5], logits[:5]), (mixed[:5], confidence[:5]))
+
+
+@pytest.mark.slow
+def test_it_helps_on_unseen_text_as_much_as_it_says(
+    olmoe: PreTrainedModel,
+    zoo_tokenizer: PreTrainedTokenizerFast,
+    small: RoutingMemory,
+    distillation: Distillation,
+) -> None:
+    unseen = sayings(76)[40:]
+    alone = mean_loss(olmoe, zoo_tokenizer, unseen)
+    with attach(olmoe, small):
+        distilled = mean_loss(olmoe, zoo_tokenizer, unseen)
+    assert distillation.helps
+    change = distillation.judgement.change
+    assert change.low < distilled - alone < change.high < 0
+    assert mean_loss(olmoe, zoo_tokenizer, unseen) == alone
+
+
+@pytest.mark.slow
+def test_it_is_deterministic_and_needs_no_build_of_its_own(
+    olmoe: PreTrainedModel,
+    zoo_tokenizer: PreTrainedTokenizerFast,
+    distillation: Distillation,
+    tmp_path: Path,
+) -> None:
+    config = replace(BUILD, gradient="sparse")
+    built, found = build_distilled(
+        olmoe, zoo_tokenizer, sayings(40), config, QUICK, folder=tmp_path / "small"
+    )
+    assert found.judgement == distillation.judgement
+    for index, layer in distillation.layers.items():
+        assert all(map(torch.equal, built.layers[index].tensors.values(), layer.tensors.values()))
+    assert [path.name for path in tmp_path.iterdir()] == ["small"]
+
+
+@pytest.mark.slow
+def test_the_examples_that_judge_have_no_part(
+    olmoe: PreTrainedModel, sayings_memory: RoutingMemory
+) -> None:
+    reference = sayings_memory.reference_tokens()
+    distiller = Distiller(olmoe, sayings_memory, reference, QUICK, "sparse", ignore_progress)
+    seen = sayings_memory.provenance
+    held_out = {
+        owner
+        for part in distiller.splits[1:3]
+        for owner in part.reference.owners[part.windows].tolist()
+    }
+    cases = distiller._unseen_cases()
+    assert not held_out & set(owners(seen)[seen.window][cases].tolist())
+    assert not held_out & {owner for batch in distiller.batches for owner in batch.owner.tolist()}
+    assert held_out
+
+
+@pytest.mark.slow
+def test_prototypes_that_cannot_help_are_turned_off(
+    olmoe: PreTrainedModel, zoo_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Texts of words at random have nothing to learn from each other."""
+    texts = [" ".join(text.split()[::-1]) for text in (sayings(1, seed)[0] for seed in range(40))]
+    memory = build_memory(olmoe, zoo_tokenizer, texts, BUILD)
+    found = distil(olmoe, memory, config=replace(QUICK, rates=(3.0,), passes=1))
+    assert not found.helps
+    assert found.off == list(memory.layers)
+    ids = encode(zoo_tokenizer, texts[0])
+    with torch.no_grad():
+        alone = olmoe(ids).logits
+        with attach(olmoe, found.apply(memory)):
+            assert torch.equal(olmoe(ids).logits, alone)
+
+
+@pytest.mark.slow
+def test_it_is_a_memory_like_any_other(
+    olmoe: PreTrainedModel,
+    zoo_tokenizer: PreTrainedTokenizerFast,
+    small: RoutingMemory,
+    sayings_memory: RoutingMemory,
+    tmp_path: Path,
+) -> None:
+    layers = [layer for layer in small.layers.values() if isinstance(layer, DistilledLayer)]
+    small.save_pretrained(tmp_path / "small")
+    opened = RoutingMemory.from_pretrained(tmp_path / "small")
+    assert opened.distilled
+    assert "distilled" in repr(opened)
+    assert opened.nbytes == small.nbytes < sayings_memory.nbytes
+    text = sayings(50)[-1]
+    ids = encode(zoo_tokenizer, text)
+    with torch.no_grad():
+        with attach(olmoe, small):
+            expected = olmoe(ids).logits
+        with attach(olmoe, opened) as routing:
+            assert torch.equal(olmoe(ids).logits, expected)
+            explanation = routing.explain(text, tokenizer=zoo_tokenizer)
+        several = attach_all(olmoe, {"small": opened, "whole": sayings_memory})
+        with several, several.using("small"):
+            assert torch.equal(olmoe(ids).logits, expected)
+    assert {stats.tokens for stats in routing.stats().values()} == {ids.shape[1] - 1}
+    token = explanation.to_dict()["sequences"][0][-1]
+    recalled = [case for effect in token["effects"] for case in effect["cases"]]
+    assert {case["row"] for case in recalled} <= set(torch.cat([x.cases for x in layers]).tolist())
+    assert all(case["token"] for case in recalled)
+    manifest = replace(small.manifest, base_model=replace(small.base_model, fingerprint="0" * 64))
+    with pytest.raises(MemoryMismatchError):
+        attach(olmoe, replace(small, manifest=manifest))
+
+
+def test_what_needs_the_cases_is_refused(
+    olmoe: PreTrainedModel, small: RoutingMemory, sayings_memory: RoutingMemory, tmp_path: Path
+) -> None:
+    for use in (
+        lambda: calibrate(olmoe, small),
+        lambda: compress(small, "fast", tmp_path / "out"),
+        lambda: prune(olmoe, small),
+        lambda: distil(olmoe, small, config=QUICK),
+        lambda: sayings_memory.merge(small),
+    ):
+        with pytest.raises(MemoryFormatError, match="has no keys. Use the memory that it was made"):
+            use()
+    for config in (
+        RoutingConfig(gamma_scale=2.0),
+        RoutingConfig(similarity="cosine"),
+        RoutingConfig(index="fast"),
+    ):
+        with pytest.raises(ConfigError, match="its own widths and searches nothing"):
+            attach(olmoe, small, config)
+    with pytest.raises(ConfigError, match="no language-model head"):
+        attach(olmoe, small, RoutingConfig(head=HeadConfig(keys="hidden")))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_distilled(
+    olmoe: PreTrainedModel,
+    zoo_tokenizer: PreTrainedTokenizerFast,
+    sayings_memory: RoutingMemory,
+    tmp_path: Path,
+) -> None:
+    with attach(olmoe, sayings_memory), pytest.raises(AttachError, match="memory attached"):
+        distil(olmoe, sayings_memory, config=QUICK)
+    with pytest.raises(CalibrationError, match="there are 5"):
+        build_distilled(olmoe, zoo_tokenizer, sayings(5), folder=tmp_path / "small")
+    with pytest.raises(ConfigError, match="tokenizer="):
+        distil(olmoe, sayings_memory, sayings(40), QUICK)
+    for wrong, name in (({"prototypes": 0}, "prototypes"), ({"rates": ()}, "rates")):
+        with pytest.raises(ConfigError, match=name):
+            DistilConfig(**wrong)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_questions_are_learned_by_the_choice(
+    olmoe: PreTrainedModel, zoo_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    examples = [
+        Example(f"{3 + at % 7} {4 + at % 5}", " 20", distractors=(" 40", " 41"))
+        for at in range(105)
+    ]
+    _, found = build_distilled(olmoe, zoo_tokenizer, examples, BUILD, replace(QUICK, passes=8))
+    assert found.by_choices
+    assert found.judgement.alone == pytest.approx(1.0986, abs=0.3)  # of three choices
+    assert found.helps
+
+
+@pytest.mark.parametrize("name", ["keys", "updates", "linear", "cases", "prototypes"])
+def test_a_forged_layer_is_refused(name: str, small: RoutingMemory, tmp_path: Path) -> None:
+    index, layer = next(iter(small.layers.items()))
+    assert isinstance(layer, DistilledLayer)
+    broken = {
+        "keys": {"keys": torch.full_like(layer.keys, float("nan"))},
+        "updates": {"updates": layer.updates[:, :-1]},
+        "linear": {"linear": layer.linear.double()},
+        "cases": {"cases": layer.cases + len(small)},
+        "prototypes": {"keys": layer.keys[:-1]},
+    }[name]
+    forged = replace(small, layers={**small.layers, index: replace(layer, **broken)})
+    forged.save_pretrained(tmp_path / "forged")
+    with pytest.raises(MemoryFormatError):
+        RoutingMemory.from_pretrained(tmp_path / "forged")
