@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from helpers.calibrating import mean_loss, sayings
+from helpers.commands import assert_refused, run_cli
 from helpers.zoo import BUILD, encode
 from knn_moe import (
     DistilConfig,
@@ -234,7 +236,7 @@ def test_what_needs_the_cases_is_refused(
         lambda: distil(olmoe, small, config=QUICK),
         lambda: sayings_memory.merge(small),
     ):
-        with pytest.raises(MemoryFormatError, match="has no keys. Use the memory that it was made"):
+        with pytest.raises(MemoryFormatError, match="Use the memory that it was made"):
             use()
     for config in (
         RoutingConfig(gamma_scale=2.0),
@@ -278,6 +280,53 @@ def test_questions_are_learned_by_the_choice(
     assert found.by_choices
     assert found.judgement.alone == pytest.approx(1.0986, abs=0.3)  # of three choices
     assert found.helps
+
+
+@pytest.mark.slow
+def test_the_commands(
+    olmoe_folder: Path, sayings_folder: Path, sayings_memory: RoutingMemory, tmp_path: Path
+) -> None:
+    options = ("--prototypes", 24, "--rate", 0.3, "--passes", 2, "--dtype", "float32")
+    target = tmp_path / "small"
+    done = run_cli("distil", olmoe_folder, sayings_folder, "-o", target, *options)
+    assert done.exit_code == 0, done.output
+    assert "rate 0.3" in done.stdout
+    assert "times smaller" in done.output
+    shown = json.loads(run_cli("inspect", target, "--json").stdout)
+    assert [layer["prototypes"] for layer in shown["layers"]] == [24, 24]
+    assert "distilled" in run_cli("inspect", target).stdout
+    assert_refused(run_cli("distil", olmoe_folder, sayings_folder, "-o", target), "--overwrite")
+    examples = tmp_path / "ref.jsonl"
+    examples.write_text("\n".join(json.dumps({"text": text}) for text in sayings(40)))
+    build = ("build", olmoe_folder, examples, "-o", tmp_path / "built", "--dtype", "float32")
+    done = run_cli(*build, "--distil", "--prototypes", 24, "--json")
+    assert done.exit_code == 0, done.output
+    facts = json.loads(done.stdout)
+    assert facts["cases"] == len(sayings_memory)
+    assert len(facts["calibration"]["trials"]) > 1
+    assert RoutingMemory.from_pretrained(tmp_path / "built").distilled
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--distil --calibrate", "contradict each other"),
+        ("--prototypes 8", "Add --distil"),
+        ("--distil --resume", "no part of a build that could be continued"),
+        ("--distil --steps 3", "--distil chooses steps itself"),
+        ("--distil --append MEMORY", "--append and --distil cannot be combined"),
+        ("--distil --prototypes 0", "prototypes must be a whole number of at least 1, got 0"),
+    ],
+)
+def test_contradictory_options(
+    options: str, message: str, olmoe_folder: Path, sayings_folder: Path, tmp_path: Path
+) -> None:
+    examples = tmp_path / "ref.jsonl"
+    examples.write_text("\n".join(json.dumps({"text": text}) for text in sayings(40)))
+    words = options.replace("MEMORY", str(sayings_folder)).split()
+    output = tmp_path / "out"
+    assert_refused(run_cli("build", olmoe_folder, examples, "-o", output, *words), message)
+    assert not output.exists()
 
 
 @pytest.mark.parametrize("name", ["keys", "updates", "linear", "cases", "prototypes"])

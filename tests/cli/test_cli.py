@@ -213,7 +213,7 @@ def test_compressing_again_or_merging_the_compressed(
 ) -> None:
     for command in ("compress", "merge"):
         result = run_cli(command, compressed_memory, "-o", tmp_path / "again")
-        assert_refused(result, "compressed from")
+        assert_refused(result, "made from")
     assert list(tmp_path.iterdir()) == []
 
 
