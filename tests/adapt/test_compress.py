@@ -195,7 +195,7 @@ def test_what_needs_keys_is_refused(
         lambda: compress(small, FAST, tmp_path / "again"),
     ]
     for work in wanted:
-        with pytest.raises(MemoryFormatError, match="Use the memory that it was compressed from"):
+        with pytest.raises(MemoryFormatError, match="Use the memory that it was made from"):
             work()
     assert list(tmp_path.iterdir()) == []
 
