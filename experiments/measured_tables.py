@@ -115,7 +115,7 @@ def method_cell(model: str, task: str, method: str, *, seconds: bool = False) ->
 def costs_table() -> str:
     """Return the README's costs: what recalling adds to time and GPU memory, and building."""
     rows: list[Row] = read_measurement(f"retrieval/{COST_SHAPE}.json")["rows"]
-    cells = {(row["what"], row["index"]): row for row in rows}
+    cells = {(row["what"], row["memory"].split(",")[0]): row for row in rows}
     kinds = sorted({row["what"] for row in rows if "eager" not in row["what"]})
     lines = [
         [

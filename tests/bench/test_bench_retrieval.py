@@ -100,12 +100,15 @@ def test_a_layer_in_a_table() -> None:
 
 @pytest.mark.slow
 def test_a_running_model() -> None:
-    found = in_json(*MODEL, "--no-compile", "--batch", 2)
+    found = in_json(*MODEL, "--no-compile", "--batch", 2, "--prototypes", 64)
     whats = ["prefill of 32 tokens", "decode, batch 1, eager", "decode, batch 2, eager"]
-    assert {(row["what"], row["index"]) for row in found["rows"]} == {
-        (what, index) for what in whats for index in (ALONE, "exact", "fast", "ivfpq")
+    recommended = ("distilled, P = 64", "fast, K = 32", "fast, K = 32, head of 64")
+    compared = (ALONE, "exact, K = 32", "fast, K = 1")
+    assert {(row["what"], row["memory"]) for row in found["rows"]} == {
+        (what, memory) for what in whats for memory in (*recommended, *compared)
     }
-    alone = {row["what"]: row for row in found["rows"] if row["index"] == ALONE}
+    assert list(found["settings"]["uses"]) == [*recommended, *compared[1:]]
+    alone = {row["what"]: row for row in found["rows"] if row["memory"] == ALONE}
     for row in found["rows"]:
         base = alone[row["what"]]["milliseconds"]
         assert row["times_alone"] == pytest.approx(row["milliseconds"] / base)
@@ -138,8 +141,8 @@ def test_memory_is_plotted_where_it_was_measured(tmp_path: Path) -> None:
     from knn_moe.bench.plot import plot_steps
 
     same = {"what": "prefill", "alone_milliseconds": 1.0, "alone_gigabytes": 1.0}
-    alone = StepMeasure(index=ALONE, milliseconds=1.0, gigabytes=1.0, **same)
-    other = StepMeasure(index="fast", milliseconds=0.9, gigabytes=1.03, **same)
+    alone = StepMeasure(memory=ALONE, milliseconds=1.0, gigabytes=1.0, **same)
+    other = StepMeasure(memory="fast, K = 1", milliseconds=0.9, gigabytes=1.03, **same)
     assert other.memory_times_alone == pytest.approx(1.03)
     plot_steps([alone, other], tmp_path / "plot.svg")
     assert "memory" in (tmp_path / "plot.svg").read_text(encoding="utf8")
@@ -163,6 +166,7 @@ def test_memory_is_plotted_where_it_was_measured(tmp_path: Path) -> None:
         (("--shape", "small", "--layers", 7), "layers must be 1 to 6 for small, got 7."),
         (("--shape", "small", "--grow", 7), "--grow has an effect only without --shape."),
         (("--layers", 1), "--layers has an effect only with --shape."),
+        (("--prototypes", 64), "--prototypes has an effect only with --shape."),
         (("--no-compile",), "--no-compile has an effect only with --shape."),
         (("--keys", 0), "0 is not in the range"),
         (("--batch", 0), "0 is not in the range"),
@@ -196,7 +200,7 @@ def test_measurements_are_shown_when_a_later_one_fails(
     def measure(bench: StepBench, on_progress: OnProgress) -> Iterator[StepMeasure]:
         yield StepMeasure(
             what="prefill",
-            index=ALONE,
+            memory=ALONE,
             milliseconds=3.0,
             alone_milliseconds=3.0,
             gigabytes=None,

@@ -98,10 +98,10 @@ def plot_steps(rows: Sequence[StepMeasure], path: Path) -> None:
 
 def _percent_added(rows: Sequence[StepMeasure]) -> dict[tuple[str, str], float]:
     """Return percent by step and index; memory, where it was measured, comes last."""
-    others = [row for row in rows if row.index != ALONE]
-    steps = {(row.what, row.index): 100 * (row.times_alone - 1) for row in others}
+    others = [row for row in rows if row.memory != ALONE]
+    steps = {(row.what, row.memory): 100 * (row.times_alone - 1) for row in others}
     memory = {
-        ("memory", row.index): 100 * (row.memory_times_alone - 1)
+        ("GPU memory", row.memory): 100 * (row.memory_times_alone - 1)
         for row in others
         if row.memory_times_alone is not None
     }

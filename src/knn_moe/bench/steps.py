@@ -18,11 +18,9 @@ from torch import nn
 
 from knn_moe.bench.keys import record_memory
 from knn_moe.bench.models import SHAPES, random_model
-from knn_moe.bench.search import describe_index
 from knn_moe.bench.timing import time_once
-from knn_moe.config import RoutingConfig
+from knn_moe.bench.uses import Use
 from knn_moe.errors import ConfigError
-from knn_moe.index import IndexConfig
 from knn_moe.inference.attach import attach
 from knn_moe.memory.memory import RoutingMemory
 from knn_moe.support.progress import OnProgress, Progress, ignore_progress
@@ -33,7 +31,7 @@ _WARM_UP: Final = 5  # steps before timing starts
 _STEPS: Final = 20  # timed together
 _ROUNDS: Final = 5  # of which the median counts
 _TRIES: Final = 2  # of all rounds, of which the quicker counts
-_TURNS: Final = 2  # for each index in eager decoding
+_TURNS: Final = 2  # for each use in eager decoding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +41,7 @@ class StepBench:
     shape: str
     layers: int | None = None  # of the published depth; None: all
     keys: int = 200_000  # a layer
-    k: int = 1
-    indexes: tuple[IndexConfig, ...]
+    uses: tuple[Use, ...]
     batches: tuple[int, ...] = (1, 64)
     prefill: int = 8192
     compiled: bool = True
@@ -55,7 +52,7 @@ class StepBench:
         depth = SHAPES.find(self.shape).depth
         if self.layers is not None and not 1 <= self.layers <= depth:
             raise ConfigError(f"layers must be 1 to {depth} for {self.shape}, got {self.layers}.")
-        for name in ("keys", "k", "prefill"):
+        for name in ("keys", "prefill"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}.")
 
@@ -72,10 +69,10 @@ class StepBench:
 
 @dataclass(frozen=True, kw_only=True)
 class StepMeasure:
-    """What was measured of one kind of step, with one index or none."""
+    """What was measured of one kind of step, with one use of the memory or none."""
 
     what: str
-    index: str
+    memory: str  # how it is used
     milliseconds: float
     alone_milliseconds: float  # of the model alone, for the same step
     gigabytes: float | None  # that torch has allocated between steps; None on a CPU
@@ -99,48 +96,46 @@ class StepMeasure:
 def measure_steps(
     bench: StepBench, on_progress: OnProgress = ignore_progress
 ) -> Iterator[StepMeasure]:
-    """Measure the model alone, then with each index.
+    """Measure the model alone, then with each use of the memory.
 
     Eager decoding is measured in turns, since the pace of a CPU varies.
     """
     on_progress(Progress("making the model", 0, 1))
     model = random_model(bench.shape, bench.device, bench.dtype, layers=bench.layers)
     memory = record_memory(model, bench.keys, on_progress)
-    configs: dict[str, RoutingConfig | None] = {ALONE: None}
-    for index in bench.indexes:
-        configs[describe_index(index)] = RoutingConfig(k=bench.k, index=index)
+    uses: dict[str, Use | None] = {ALONE: None} | {use.name: use for use in bench.uses}
     alone: dict[str, float] = {}
     held: dict[str, float | None] = {}
 
     def measure(what: str, name: str, seconds: float) -> StepMeasure:
         return StepMeasure(
             what=what,
-            index=name,
+            memory=name,
             milliseconds=seconds * 1e3,
             alone_milliseconds=alone.setdefault(what, seconds) * 1e3,
             gigabytes=held[name],
             alone_gigabytes=held[ALONE],
         )
 
-    for done, (name, config) in enumerate(configs.items()):
-        on_progress(Progress(f"{name}: prefill and compiled steps", done, len(configs)))
+    for done, (name, use) in enumerate(uses.items()):
+        on_progress(Progress(f"{name}: prefill and compiled steps", done, len(uses)))
         before = _allocated(bench.device)
-        with _attach(model, memory, config):
+        with _attach(model, memory, use):
             added = _allocated(bench.device) - before
             # Caches and graphs of earlier steps may still be held: count what attaching adds.
             total = held.get(ALONE) or before / 1e9
             held[name] = total + added / 1e9 if bench.device.type == "cuda" else None
             for what, seconds in _prefill_and_compiled(model, bench):
                 yield measure(what, name, seconds)
-    eager = _eager_in_turns(model, memory, configs, bench, on_progress)
+    eager = _eager_in_turns(model, memory, uses, bench, on_progress)
     for (what, name), seconds in eager.items():
         yield measure(what, name, seconds)
 
 
 def _attach(
-    model: nn.Module, memory: RoutingMemory, config: RoutingConfig | None
+    model: nn.Module, memory: RoutingMemory, use: Use | None
 ) -> AbstractContextManager[object]:
-    return nullcontext() if config is None else attach(model, memory, config)
+    return nullcontext() if use is None else attach(model, use.of(memory), use.config)
 
 
 def _prefill_and_compiled(model: Any, bench: StepBench) -> Iterator[tuple[str, float]]:
@@ -152,7 +147,7 @@ def _prefill_and_compiled(model: Any, bench: StepBench) -> Iterator[tuple[str, f
         compiled = torch.compile(model, mode="reduce-overhead", dynamic=False)
         seconds = min(_decode(compiled, model, batch, bench) for _ in range(_TRIES))
         yield f"decode, batch {batch}, compiled", seconds
-    torch.compiler.reset()  # compiled graphs hold on to the index
+    torch.compiler.reset()  # compiled graphs hold on to the memory
 
 
 @torch.no_grad()
@@ -189,17 +184,17 @@ def _decode(run: Any, model: Any, batch: int, bench: StepBench) -> float:
 def _eager_in_turns(
     model: Any,
     memory: RoutingMemory,
-    configs: Mapping[str, RoutingConfig | None],
+    uses: Mapping[str, Use | None],
     bench: StepBench,
     on_progress: OnProgress,
 ) -> dict[tuple[str, str], float]:
-    """Return seconds by step and index: the least of several turns, the least disturbed."""
+    """Return seconds by step and use: the least of several turns, the least disturbed."""
     turns: dict[tuple[str, str], list[float]] = {}
     for turn in range(_TURNS):
-        for place, (name, config) in enumerate(configs.items()):
-            done, total = turn * len(configs) + place, _TURNS * len(configs)
+        for place, (name, use) in enumerate(uses.items()):
+            done, total = turn * len(uses) + place, _TURNS * len(uses)
             on_progress(Progress(f"{name}: eager steps", done, total))
-            with _attach(model, memory, config):
+            with _attach(model, memory, use):
                 for batch in bench.eager:
                     what = f"decode, batch {batch}, eager"
                     spent = [_decode(model, model, batch, bench) for _ in range(_TRIES)]

@@ -32,9 +32,8 @@ if TYPE_CHECKING:
 _LAYER_INDEXES: Final = (
     "exact", "faiss-flat", "ivfpq", "ivfpq,rerank", "fast", "fast,dims=64,rerank",
 )  # fmt: skip
-_MODEL_INDEXES: Final = ("exact", "fast", "ivfpq")
 _LAYER_ONLY: Final = ("width", "grow")  # options without effect if --shape is given
-_MODEL_ONLY: Final = ("layers", "prefill", "no_compile")  # and if it is not
+_MODEL_ONLY: Final = ("layers", "prefill", "no_compile", "prototypes")  # and if it is not
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -162,13 +161,20 @@ def _show_build(bench: BuildBench, results: list[BuildMeasure]) -> None:
 @click.option("--shape", help="Measure a running model of this shape, such as olmoe-1b-7b.")
 @click.option("--layers", type=int, help="Make only this many layers (with --shape).")
 @_count_option("--keys", help="Keys in a layer. Default: 100,000, or 200,000 with --shape.")
-@_count_option("-k", default=1, help="Neighbours to recall.")
+@_count_option("-k", default=32, help="Neighbours to recall.")
+@_count_option(
+    "--prototypes",
+    default=(1024,),
+    multiple=True,
+    help="Measure a memory that was distilled to this many (with --shape). May be repeated.",
+)
 @click.option(
     "--index",
     "specs",
     multiple=True,
     metavar="SPEC",
-    help="An index, such as fast,dims=128,value_bits=4 or ivfpq,rerank. May be repeated.",
+    help="Measure only this index, such as fast,dims=128,value_bits=4 or ivfpq,rerank. May be "
+    "repeated.",
 )
 @_count_option(
     "--batch",
@@ -205,7 +211,9 @@ def retrieval(shape: str | None, plot: Path | None, as_json: bool, **options: An
 
     One layer is compared with the exact search, and with the shortest time in which this machine
     could read and multiply what the index must. A running model is compared with itself without a
-    memory. It has a published shape and random weights, so only speed and memory are measured.
+    memory: with a distilled memory, and with the fast index as calibration uses it, without and
+    with a head, the exact search, and the fast index with one neighbour. The model has a published
+    shape and random weights, so only speed and memory are measured.
     """
     from knn_moe.bench.plot import check_plot, plot_search, plot_steps
     from knn_moe.bench.search import measure_search
@@ -258,11 +266,20 @@ def _search_bench(
 
 
 def _step_bench(
-    shape: str, *, keys: int | None, specs: tuple[str, ...], no_compile: bool, **options: Any
+    shape: str,
+    *,
+    keys: int | None,
+    specs: tuple[str, ...],
+    no_compile: bool,
+    prototypes: tuple[int, ...],
+    **options: Any,
 ) -> StepBench:
     from knn_moe.bench.steps import StepBench
+    from knn_moe.bench.uses import chosen_uses, recommended_uses
 
     common = _common(**options)
+    k = common.pop("k")
+    uses = chosen_uses(k, _indexes(specs, ())) if specs else recommended_uses(k, prototypes)
     compiled = not no_compile and common["device"].type == "cuda"
     bench = StepBench(
         shape=shape,
@@ -270,7 +287,7 @@ def _step_bench(
         keys=keys or 200_000,
         prefill=options["prefill"],
         compiled=compiled,
-        indexes=_indexes(specs, _MODEL_INDEXES),
+        uses=uses,
         **common,
     )
     if not compiled and not no_compile:
@@ -364,21 +381,21 @@ def _show_steps(bench: StepBench, rows: list[StepMeasure]) -> None:
 
     title = (
         f"{bench.shape}, {bench.depth} layers, {bench.keys:,} keys a layer, "
-        f"{str(bench.dtype).removeprefix('torch.')}, K = {bench.k}, on {machine_name(bench.device)}"
+        f"{str(bench.dtype).removeprefix('torch.')}, on {machine_name(bench.device)}"
     )
     steps = list(dict.fromkeys(row.what for row in rows))
     cells = [
         (
             row.what,
-            row.index,
+            row.memory,
             f"{row.milliseconds:,.2f}",
-            _over(None if row.index == ALONE else row.times_alone),
+            _over(None if row.memory == ALONE else row.times_alone),
             "-" if row.gigabytes is None else f"{row.gigabytes:,.2f}",
-            _over(None if row.index == ALONE else row.memory_times_alone),
+            _over(None if row.memory == ALONE else row.memory_times_alone),
         )
         for row in sorted(rows, key=lambda row: steps.index(row.what))
     ]
-    columns = ("step", "index", "ms", "over the model alone", "GB", "over")
+    columns = ("step", "memory", "ms", "over the model alone", "GB", "over")
     print_table(title, columns, cells)
 
 
@@ -391,11 +408,14 @@ def _print_retrieval(bench: Any, rows: list[Any]) -> None:
     from dataclasses import asdict
 
     from knn_moe.bench.floor import machine_name
-    from knn_moe.bench.search import describe_index
+    from knn_moe.bench.search import SearchBench, describe_index
     from knn_moe.memory.manifest import library_versions
 
     settings = asdict(bench) | {"device": str(bench.device), "dtype": str(bench.dtype)}
-    settings["indexes"] = [describe_index(index) for index in bench.indexes]
+    if isinstance(bench, SearchBench):
+        settings["indexes"] = [describe_index(index) for index in bench.indexes]
+    else:
+        settings["uses"] = {use.name: use.to_dict() for use in bench.uses}
     print_json(
         {
             "machine": machine_name(bench.device),
