@@ -204,6 +204,10 @@ def test_it_is_a_memory_like_any_other(
     opened = RoutingMemory.from_pretrained(tmp_path / "small")
     assert opened.distilled
     assert "distilled" in repr(opened)
+    card = (tmp_path / "small" / "README.md").read_text(encoding="utf8")
+    assert "24 prototypes per layer, learned from 40 reference examples" in card
+    assert "| distilled | -" in card
+    assert "distilled" in opened._repr_html_()
     assert opened.nbytes == small.nbytes < sayings_memory.nbytes
     text = sayings(50)[-1]
     ids = encode(zoo_tokenizer, text)

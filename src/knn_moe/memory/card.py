@@ -13,7 +13,7 @@ def model_card(config: Mapping[str, Any]) -> str:
     name = base["name"]
     index = f", {routing['index']['kind']} index" if routing["index"] else ""
     known_to_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", name)
-    later = _calibration_row(config.get("calibration")) + _pruning_row(config.get("pruned"))
+    later = _calibration_row(config) + _pruning_row(config.get("pruned"))
     later += _control_row(config.get("random_seed"))
     origin = f"base_model: {name}\n" if known_to_hub else ""
     return f"""---
@@ -23,9 +23,7 @@ library_name: knn-moe
 
 # Routing memory for {name}
 
-{config["keys"]:,} cases per layer, from {config["examples"]:,} reference examples, for the
-{len(config["layers"])} mixture-of-experts layers of `{name}` ({base["architecture"]}). Each case
-is a router input and the routing logits that would have made the true next token likelier. No
+{_contents(config)} No
 weight of the model changes; take the memory off and the model is what it was.
 
 ```python
@@ -52,6 +50,25 @@ It holds the tokens of its reference set: share it as you would share that text.
 """
 
 
+def _contents(config: Mapping[str, Any]) -> str:
+    base, layers = config["base_model"], config["layers"]
+    where = (
+        f"for the\n{len(layers)} mixture-of-experts layers of `{base['name']}` "
+        f"({base['architecture']})."
+    )
+    source = f"from {config['examples']:,} reference examples, {where}"
+    if "prototypes" in layers[0]:
+        return (
+            f"{layers[0]['prototypes']:,} prototypes per layer, learned {source} A prototype is\n"
+            f"a place among the router's inputs, and an update that makes the right next tokens "
+            f"likelier there."
+        )
+    return (
+        f"{config['keys']:,} cases per layer, {source} Each case\nis a router input and the "
+        f"routing logits that would have made the true next token likelier."
+    )
+
+
 def _head_note(routing: Mapping[str, Any]) -> str:
     head = routing.get("head")
     if not head:
@@ -68,9 +85,11 @@ def describe_head(head: Mapping[str, Any]) -> str:
     return f"by {keys}{', without routing' if head.get('alone') else ''}"
 
 
-def _calibration_row(found: Mapping[str, Any] | None) -> str:
+def _calibration_row(config: Mapping[str, Any]) -> str:
+    found = config.get("calibration")
     if not found:
         return ""
+    way = "distilled" if "prototypes" in config["layers"][0] else "calibrated"
     change = found["change"]
     gain = (
         f"{change['difference']:+.3f} nats per token "
@@ -78,7 +97,7 @@ def _calibration_row(found: Mapping[str, Any] | None) -> str:
         f"on {found['examples']} held-out reference examples"
     )
     off = "" if found["helps"] else ": no better than the model alone, so the memory does not route"
-    return f"| calibrated | {gain}{off} |\n"
+    return f"| {way} | {gain}{off} |\n"
 
 
 def _pruning_row(left: Mapping[str, Any] | None) -> str:

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from knn_moe.memory.memory import RoutingMemory
 
 _SHORT: Final = ("control", "cases per layer", "examples", "layers", "size", "used with")
-_IF_ANY: Final = ("head", "calibrated", "pruned")
+_IF_ANY: Final = ("head", "calibrated", "distilled", "pruned")
 
 
 def summary_table(memory: RoutingMemory) -> SummaryTable:
     """Return the most important facts, as a notebook shows them."""
     facts = describe(memory)
-    shown = [*_SHORT, *(name for name in _IF_ANY if facts[name] != "no")]
+    shown = [*_SHORT, *(name for name in _IF_ANY if facts.get(name, "no") != "no")]
     rows = [(name, facts[name]) for name in shown if name in facts]
     title = f"Routing memory for {memory.base_model.name}"
     return SummaryTable(title=title, rows=rows, texts=2)
@@ -48,7 +48,9 @@ def describe(memory: RoutingMemory) -> dict[str, str]:
         "built with": _join(manifest["build"]),
         "used with": _join(routing),
         "head": _describe_head(memory),
-        "calibrated": _describe_calibration(manifest["calibration"]),
+        "distilled" if memory.distilled else "calibrated": _describe_calibration(
+            manifest["calibration"]
+        ),
         "pruned": _describe_pruning(manifest["pruned"]),
         "libraries": _join(manifest["libraries"]),
     }
