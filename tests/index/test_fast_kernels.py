@@ -300,5 +300,5 @@ def test_where_kernels_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not fused.kernels_usable(torch.device("cpu"), 1)
     assert fused.kernels_usable(torch.device("cuda"), BINS)
     assert not fused.kernels_usable(torch.device("cuda"), BINS + 1)
-    monkeypatch.setattr(fused, "_has_triton", lambda: False)
+    monkeypatch.setattr(fused, "has_triton", lambda: False)
     assert not fused.kernels_usable(torch.device("cuda"), 1)

@@ -6,9 +6,6 @@ capture. Triton is needed only here: `kernels_usable` says whether it is install
 
 from __future__ import annotations
 
-import importlib.util
-from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from typing import Final
 
 import torch
@@ -16,20 +13,16 @@ from torch import Tensor, nn
 
 from knn_moe.index.fast.index import MOST_FOUND, FastIndex
 from knn_moe.index.fast.launch import DECODE_QUERIES, DecodeLauncher, recall, search
+from knn_moe.index.fast.launcher import has_triton, is_current, on_device
 from knn_moe.index.fast.tensors import KernelConfig, KernelTensors, prepare_tensors
 from knn_moe.index.fast.values import PackedValues
 
 MOST_RANKED: Final = 128  # experts up to which the kernels count changed choices
 
 
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
 def kernels_usable(device: torch.device, k: int) -> bool:
     """Return whether the kernels can find `k` neighbours on `device`."""
-    return device.type == "cuda" and k <= MOST_FOUND and _has_triton()
+    return device.type == "cuda" and k <= MOST_FOUND and has_triton()
 
 
 class FusedRecall(nn.Module):
@@ -61,7 +54,7 @@ class FusedRecall(nn.Module):
             )
             return mixed, confidence
         run = self._decode if inputs.shape[0] <= DECODE_QUERIES else self._recall
-        if _is_current(inputs.device):
+        if is_current(inputs.device):
             return run(inputs, logits, counts, real)
         with torch.cuda.device(inputs.device):
             return run(inputs, logits, counts, real)
@@ -79,20 +72,11 @@ class FusedRecall(nn.Module):
                 inputs, self._ordered_tensors(), list(config)
             )
             return distances, places
-        with _on_device(inputs.device):
+        with on_device(inputs.device):
             return search(inputs, self._decode.tensors, config)
 
     def _ordered_tensors(self) -> list[Tensor]:
         return [getattr(self, name) for name in KernelTensors._fields]
-
-
-def _is_current(device: torch.device) -> bool:
-    """Return whether `device` is current: kernels run on the current one, not the tensors'."""
-    return device.type != "cuda" or device.index == torch.cuda.current_device()
-
-
-def _on_device(device: torch.device) -> AbstractContextManager[object]:
-    return nullcontext() if _is_current(device) else torch.cuda.device(device)
 
 
 @torch.library.custom_op("knn_moe::recall", mutates_args=("counts",))
@@ -104,7 +88,7 @@ def _recall(
     tensors: list[Tensor],
     config: list[int],
 ) -> tuple[Tensor, Tensor]:
-    with _on_device(inputs.device):
+    with on_device(inputs.device):
         return recall(inputs, logits, counts, real, KernelTensors(*tensors), KernelConfig(*config))
 
 
@@ -123,7 +107,7 @@ def _(
 
 @torch.library.custom_op("knn_moe::search", mutates_args=())
 def _search(inputs: Tensor, tensors: list[Tensor], config: list[int]) -> tuple[Tensor, Tensor]:
-    with _on_device(inputs.device):
+    with on_device(inputs.device):
         return search(inputs, KernelTensors(*tensors), KernelConfig(*config))
 
 

@@ -7,13 +7,14 @@ product and two (kernels/small_batch.py); more of them two products and four lau
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from knn_moe.index.exact import dot_products
+from knn_moe.index.fast.launcher import KernelLauncher, select_constants
 from knn_moe.index.fast.tensors import (
     KernelConfig,
     KernelTensors,
@@ -178,13 +179,7 @@ def _launch(
 ) -> None:
     """Launch a kernel, with those of the constants that it takes."""
     kernel = getattr(kernels(), name)
-    kernel[grid](*arguments, **_select(kernel, constants), num_warps=num_warps)
-
-
-def _select(kernel: Any, constants: Mapping[str, int]) -> dict[str, Any]:
-    """Return the constants that a kernel takes, in its order, and how it may be launched."""
-    taken = {name: constants[name] for name in kernel.arg_names if name in constants}
-    return taken | ({"launch_pdl": True} if taken.get("PDL") else {})
+    kernel[grid](*arguments, **select_constants(kernel, constants), num_warps=num_warps)
 
 
 class DecodeLauncher:
@@ -200,8 +195,8 @@ class DecodeLauncher:
         self.lists = len(tensors.points)
         self.slots = config.probes * constants["KP"]
         block = min(max(next_power_of_two(self.width), 32), _COLUMNS)
-        self.project = _Launcher(
-            "decode_project",
+        self.project = KernelLauncher(
+            kernels().decode_project,
             (tensors.stacked, tensors.shift, tensors.centre, tensors.constants),
             constants | {"SLOTS": self.slots, "ROWS": _ROWS, "BLOCK": block},
             num_warps=min(max(block // _COLUMNS_PER_WARP, 1), 8),
@@ -213,8 +208,9 @@ class DecodeLauncher:
             tensors.begin, tensors.codes.view(torch.int32), tensors.norms, tensors.dropped,
             tensors.constants, tensors.value_codes, tensors.value_steps, tensors.value_centre,
         )  # fmt: skip
+        kernel = kernels().decode_recall
         self.recall, self.recall_masked = (
-            _Launcher("decode_recall", fixed, constants | {"MASKED": masked}, num_warps=4)
+            KernelLauncher(kernel, fixed, constants | {"MASKED": masked}, num_warps=4)
             for masked in (0, 1)
         )
 
@@ -246,50 +242,6 @@ class DecodeLauncher:
             numbers=(self.lists, stride),
         )
         return mixed, confidence
-
-
-class _Launcher:
-    """Launches a kernel, some of whose tensors never change, as it was compiled the first time.
-
-    That skips Triton's look at the arguments. This class makes sure that they are what the kernel
-    was compiled for: the same dtype of the first, the same numbers, all tensors aligned.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        fixed: tuple[Tensor, ...],
-        constants: Mapping[str, int],
-        num_warps: int,
-    ) -> None:
-        self.kernel = getattr(kernels(), name)
-        self.fixed = fixed
-        self.fixed_pointers = [tensor.data_ptr() for tensor in fixed]
-        self.options = _select(self.kernel, constants) | {"num_warps": num_warps}
-        self.constants = [constants[name] for name in self.kernel.arg_names if name in constants]
-        self.compiled: dict[tuple[Any, ...], Callable[..., None]] = {}
-
-    def __call__(
-        self,
-        grid: tuple[int, int, int],
-        *,
-        before: tuple[Tensor, ...],
-        after: tuple[Tensor, ...],
-        numbers: tuple[int, ...],
-    ) -> None:
-        """Launch, with arguments in the kernel's order: `before`, the fixed, `after`, numbers."""
-        first = [tensor.data_ptr() for tensor in before]
-        last = [tensor.data_ptr() for tensor in after]
-        compiled_for = (before[0].dtype, grid, numbers)
-        aligned = not any(pointer & 15 for pointer in (*first, *last))
-        run = self.compiled.get(compiled_for) if aligned else None
-        if run is not None:
-            run(*first, *self.fixed_pointers, *last, *numbers, *self.constants)
-            return
-        tensors = (*before, *self.fixed, *after)
-        compiled = self.kernel[grid](*tensors, *numbers, **self.options)
-        if aligned and compiled is not None:  # the interpreter compiles nothing
-            self.compiled[compiled_for] = compiled[grid]
 
 
 def kernels() -> Any:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from knn_moe.index.fast.index import FastIndex
+from knn_moe.index.fast.launcher import device_constants
 from knn_moe.index.fast.values import PackedValues
 
 _ALIGNED: Final = 8  # cuBLAS is slow on matrices whose rows are not a multiple of this
-_EARLY_LAUNCH: Final = (9, 0)  # compute capability from which a kernel can wait for the one before
 
 
 class KernelTensors(NamedTuple):
@@ -94,8 +94,6 @@ def kernel_constants(tensors: KernelTensors, config: KernelConfig) -> dict[str, 
     bits = 4 if tensors.codes.dtype == torch.uint8 else 8
     r, width = tensors.codes.shape[1] * 8 // bits, tensors.stacked.shape[1]
     experts, probes = len(tensors.value_centre), config.probes
-    device = tensors.codes.device
-    nvidia = device.type == "cuda" and torch.version.hip is None
     return {
         "R": r,
         "N": experts,
@@ -113,8 +111,7 @@ def kernel_constants(tensors: KernelTensors, config: KernelConfig) -> dict[str, 
         "NP": next_power_of_two(experts),
         "WP": next_power_of_two(tensors.codes.shape[1] // 4),
         "FOUND": next_power_of_two(probes * next_power_of_two(config.k)),
-        "ASM": int(nvidia),
-        "PDL": int(nvidia and torch.cuda.get_device_capability(device) >= _EARLY_LAUNCH),
+        **device_constants(tensors.codes.device),
     }
 
 

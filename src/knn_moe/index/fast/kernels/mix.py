@@ -66,6 +66,21 @@ def is_top_expert(logits, t, N: tl.constexpr, NP: tl.constexpr, TOP: tl.constexp
 
 
 @triton.jit
+def choice_changed(chosen, there, result):
+    """Return 1 if the best expert left out is now above the worst one chosen, else 0."""
+    wide = result.to(tl.float32)
+    worst = tl.min(tl.where(chosen & there, wide, float("inf")))
+    best_other = tl.max(tl.where(there & (chosen == 0), wide, float("-inf")))
+    return (best_other > worst).to(tl.int64)
+
+
+@triton.jit
+def confidence_units(share):
+    """Return λ as it is summed: a whole number of 1 / UNITS."""
+    return (share * UNITS).to(tl.int64)
+
+
+@triton.jit
 def load_own_logits(logits, value_centre, t, N: tl.constexpr, NP: tl.constexpr):
     """Return the router's own logits, and the mean value, which a proposal starts from. Result
     [NP] twice."""
@@ -116,13 +131,9 @@ def mix(t, found, query_dropped, chosen, own, proposal, dropped, constants, valu
     else:
         counted = tl.full([], 1, dtype=tl.int64)
     tl.atomic_add(counts + 1, counted, sem="relaxed")
-    tl.atomic_add(counts + 3, (share * UNITS).to(tl.int64) * counted, sem="relaxed")
+    tl.atomic_add(counts + 3, confidence_units(share) * counted, sem="relaxed")
     if TOP > 0:
-        # The choice changed if the best expert left out is now above the worst one chosen.
-        wide = result.to(tl.float32)
-        worst = tl.min(tl.where(chosen & there, wide, float("inf")))
-        best_other = tl.max(tl.where(there & (chosen == 0), wide, float("-inf")))
-        moved = (best_other > worst).to(tl.int64) * counted
+        moved = choice_changed(chosen, there, result) * counted
         tl.atomic_add(counts + 2, moved, sem="relaxed")
 
 
