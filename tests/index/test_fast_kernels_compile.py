@@ -22,6 +22,7 @@ def test_every_launch_compiles() -> None:
         [sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr[-3000:]
-    from knn_moe.index.fast import kernels
+    from knn_moe.index.fast import kernels as search_kernels
+    from knn_moe.recall import kernels as prototype_kernels
 
-    assert result.stdout.split() == sorted(kernels.__all__)
+    assert result.stdout.split() == sorted(search_kernels.__all__ + prototype_kernels.__all__)

@@ -117,18 +117,19 @@ def make_recall_hook(
 def _open_recall(router: Router, memory: RoutingMemory, config: RoutingConfig) -> Recall:
     """Put one layer's memory on its router's device."""
     device, layer = router.device, memory.layers[router.layer]
+    kernels_count = config.stats and device.type == "cuda"
+    count_top = router.top_k if kernels_count and chooses_top_logits(router) else 0
     if isinstance(layer, DistilledLayer):
         factor = config.for_layer(router.layer).confidence_factor
-        return DistilledRecall(layer, config, factor, device)
+        return DistilledRecall(layer, config, factor, device, count_top=count_top)
     gamma = layer_gamma(memory, router.layer, config, device)
-    kernels_count = config.stats and device.type == "cuda"
     return LayerRecall(
         layer,
         Widths.of(gamma, router.layer, config),
         config,
         device,
         random_seed=memory.manifest.random_seed,
-        count_top=router.top_k if kernels_count and chooses_top_logits(router) else 0,
+        count_top=count_top,
     )
 
 

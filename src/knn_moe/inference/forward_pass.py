@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,15 +40,55 @@ class Rows:
         """
         if self.chosen is None:
             return None
-        rows = len(self.chosen)
-        if batch % rows or count % rows:
-            raise ConfigError(
-                f"Memories were chosen for {rows} rows, and the model reads {batch}. Name one for "
-                f"each row of the batch."
-            )
+        each = _tokens_per_row(len(self.chosen), count, batch)
         if device not in self._on:
             self._on[device] = self.chosen.to(device)
-        return self._on[device].repeat_interleave(count // rows)
+        return self._on[device].repeat_interleave(each)
+
+
+class RowSlots:
+    """Which of several memories in slots each row of a batch uses, on their device.
+
+    Shapes: slots [rows] int32, -1: none of them; calls [S] int64, 1 for those that are used.
+
+    Args:
+        names: The memory of each row.
+        memories: The memories, by slot.
+        device: Where they are recalled.
+    """
+
+    def __init__(
+        self, names: Sequence[str | None], memories: Sequence[str], device: torch.device
+    ) -> None:
+        rows = [memories.index(name) if name in memories else -1 for name in names]
+        used = [slot in rows for slot in range(len(memories))]
+        self.used = [slot for slot, is_used in enumerate(used) if is_used]
+        self.mixed = len(set(rows)) > 1  # whether rows differ
+        self.slots = torch.tensor(rows, dtype=torch.int32, device=device)
+        self.calls = torch.tensor(used, dtype=torch.int64, device=device)
+
+    def tokens(self, count: int, batch: int) -> Tensor:
+        """Return the slot of each of `count` tokens: see `Rows.tokens`. Result [count] int32."""
+        rows = len(self.slots)
+        each = _tokens_per_row(rows, count, batch)
+        return self.slots[:, None].expand(rows, each).reshape(count)
+
+
+def _tokens_per_row(rows: int, count: int, batch: int) -> int:
+    if batch % rows or count % rows:
+        raise ConfigError(
+            f"Memories were chosen for {rows} rows, and the model reads {batch}. Name one for "
+            f"each row of the batch."
+        )
+    return count // rows
+
+
+class Chosen(NamedTuple):
+    """What the rows of a pass use: the rows of each memory, by its name; and the slots of those
+    memories that are recalled together, by the number that their routers have agreed on."""
+
+    rows: Mapping[str, Rows]
+    slots: Sequence[RowSlots]
 
 
 class _Pass:
@@ -57,7 +97,7 @@ class _Pass:
     mask: Tensor | None = None  # [B, T] bool, real tokens; None: all are, or nothing is known
     first: Tensor | None = None  # [B, T] bool, first tokens; None: none is
     batch = 0  # rows
-    rows: Mapping[str, Rows] | None = None  # by memory; None: outside a pass
+    chosen: Chosen | None = None  # None: outside a pass
     ends_later = False  # whether the whole model runs, and ends the pass after the decoder stack
     # Of this thread's passes, not only of this one:
     observer: Callable[[RouterCall], None] | None = None
@@ -72,15 +112,15 @@ class ForwardPass(NotCopied):
     Args:
         model: The model.
         routers: Its routers, or some of them.
-        choose: Returns the rows of each memory for a pass that begins in this thread, by the
-            memory's name. None: the memories have no names.
+        choose: Returns what the rows of a pass use that begins in this thread. None: the memories
+            have no names.
     """
 
     def __init__(
         self,
         model: nn.Module,
         routers: list[Router],
-        choose: Callable[[], Mapping[str, Rows]] | None = None,
+        choose: Callable[[], Chosen] | None = None,
     ) -> None:
         self.stack = _decoder_stack(model, routers)
         self._threads = PerThread(_Pass)
@@ -123,7 +163,7 @@ class ForwardPass(NotCopied):
         now.first = _first_tokens(args, kwargs, now.mask) if self.finds_first else None
         read = _tokens(args, kwargs)
         now.batch = 0 if read is None else len(read)
-        now.rows = None if self._choose is None else self._choose()
+        now.chosen = None if self._choose is None else self._choose()
 
     def after(self, module: nn.Module, args: object, kwargs: object, output: Any = None) -> None:
         """Forget it. After an exception there is no output."""
@@ -131,13 +171,13 @@ class ForwardPass(NotCopied):
             return
         now = self.now
         if output is None:
-            now.mask = now.first = now.rows = None
+            now.mask = now.first = now.chosen = None
             if not now.ends_later:
                 self.end()
             return
-        for name, rows in (now.rows or {}).items():
+        for name, rows in ({} if now.chosen is None else now.chosen.rows).items():
             self.used[name] |= not rows.empty and now.alone is None
-        now.mask = now.first = now.rows = None
+        now.mask = now.first = now.chosen = None
         if not now.aside and now.alone is None:
             self.finished.passes += 1
         if not torch.compiler.is_compiling():
@@ -181,12 +221,19 @@ class ForwardPass(NotCopied):
 
     def rows(self, name: str) -> Rows:
         """Return the rows that use the memory `name`."""
-        chosen = self.now.rows
+        chosen = self._chosen()
+        return ALL_ROWS if chosen is None else chosen.rows[name]
+
+    def slots(self, number: int) -> RowSlots | None:
+        """Return the slots of memories that are recalled together; None: nothing is chosen."""
+        chosen = self._chosen()
+        return None if chosen is None else chosen.slots[number]
+
+    def _chosen(self) -> Chosen | None:
+        chosen = self.now.chosen
         # Compiled code reads the choice once; a pass that was interrupted may have left another.
         read = chosen is not None and torch.compiler.is_compiling()
-        if not read and self._choose is not None:
-            chosen = self._choose()
-        return ALL_ROWS if chosen is None else chosen[name]
+        return chosen if read or self._choose is None else self._choose()
 
     def real(self, tokens: int, device: torch.device) -> Tensor | None:
         """Return [tokens] bool on `device`; None where nothing is known of padding."""

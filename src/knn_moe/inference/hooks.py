@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -104,6 +104,7 @@ class Step(NamedTuple):
     mixed: Tensor
     confidence: Tensor
     real: Tensor | None
+    counted: bool  # whether a kernel has counted it, as far as kernels do
 
 
 class RecallHook(KeepsInputs):
@@ -125,7 +126,6 @@ class RecallHook(KeepsInputs):
         self.spares_first = spare_first_token
         forward_pass.finds_first |= spare_first_token
         self.selection = selection or Selection(forward_pass)
-        self.kernels_count = recall.counts
         self.forward_pass = forward_pass
         self.count_changes = count_changes
         self.counts = Counts(recall.gamma.device)
@@ -143,13 +143,13 @@ class RecallHook(KeepsInputs):
         selected = self._select(rows, len(inputs), inputs.device)
         if selected is not None:
             real = selected if real is None else selected & real
-        counted = self.kernels_count and not self.forward_pass.now.aside
-        counts = self.counts.sums if counted else None
+        counted = self.recall.counts_call(inputs, logits)
+        counts = self.counts.sums if counted and not self.forward_pass.now.aside else None
         mixed, confidence = self.recall.forward(inputs, logits, counts, real)
         if selected is not None:
             mixed = torch.where(selected[:, None], mixed, logits)
             confidence = confidence.masked_fill(~selected, 0.0)
-        return Step(inputs, logits, mixed, confidence, real)
+        return Step(inputs, logits, mixed, confidence, real, counted)
 
     def _select(self, rows: Rows, count: int, device: torch.device) -> Tensor | None:
         """Tell which tokens use the memory; None: all do. Result [count] bool, on `device`."""
@@ -170,7 +170,7 @@ class RecallHook(KeepsInputs):
         """Count what the call changed, from what the router returned."""
         observer, aside = self.forward_pass.now.observer, self.forward_pass.now.aside
         changed = None
-        uncounted = self.count_changes and not (self.kernels_count and self.recall.counts_changes)
+        uncounted = self.count_changes and not (step.counted and self.recall.counts_changes)
         if (uncounted and not aside) or observer is not None:
             unmixed = self._unmixed(module, args, kwargs, step.logits)
             chosen = chosen_experts(self.router, unmixed, step.logits)
@@ -192,7 +192,7 @@ class RecallHook(KeepsInputs):
             self.called = True
         if aside:
             return
-        if not self.kernels_count:
+        if not step.counted:
             self.counts.add(step.confidence, changed, step.real)
         elif uncounted and changed is not None:
             self.counts.add_changed(changed, step.real)
@@ -221,20 +221,36 @@ class RecallHook(KeepsInputs):
         )
 
 
+class Together(Protocol):
+    """Mixes for several hooks at once."""
+
+    def mix(
+        self, inputs: Tensor, logits: Tensor, steps: list[tuple[RecallHook, Step]]
+    ) -> Tensor | None:
+        """Return mixed logits, and add what the hooks are to count to `steps`. None: this call is
+        to be mixed by one hook after the other. Shapes: inputs [T, d]; logits [T, N] → [T, N]."""
+
+
 class RecallWatch(Watch):
     """A call of a router that recalls, and what each memory did in it."""
 
-    def __init__(self, router: Router, hooks: Sequence[RecallHook]) -> None:
+    def __init__(
+        self, router: Router, hooks: Sequence[RecallHook], together: Together | None
+    ) -> None:
         self.steps: list[tuple[RecallHook, Step]] = []
-        super().__init__(router, partial(_mix_in_turn, hooks, self.steps))
+        super().__init__(router, partial(_mix, hooks, together, self.steps))
 
 
-def _mix_in_turn(
+def _mix(
     hooks: Sequence[RecallHook],
+    together: Together | None,
     steps: list[tuple[RecallHook, Step]],
     inputs: Tensor,
     logits: Tensor,
 ) -> Tensor:
+    mixed = None if together is None else together.mix(inputs, logits, steps)
+    if mixed is not None:
+        return mixed
     for hook in hooks:
         step = hook.mix(inputs, logits)
         if step is not None:
@@ -248,12 +264,18 @@ def _leave(inputs: Tensor, logits: Tensor) -> Tensor:
 
 
 class HookStack(RouterHook):
-    """The hooks of the memories at one router, one after the other."""
+    """The hooks of the memories at one router: one after the other, or together."""
 
-    def __init__(self, hooks: Sequence[RecallHook], forward_pass: ForwardPass) -> None:
-        super().__init__(hooks[0].router, partial(_mix_in_turn, hooks, []))
+    def __init__(
+        self,
+        hooks: Sequence[RecallHook],
+        forward_pass: ForwardPass,
+        together: Together | None = None,
+    ) -> None:
+        super().__init__(hooks[0].router, partial(_mix, hooks, together, []))
         self.hooks = hooks
         self.forward_pass = forward_pass
+        self.together = together
 
     @property
     def closed(self) -> bool:
@@ -264,7 +286,7 @@ class HookStack(RouterHook):
             return None
         if self.forward_pass.now.alone is not None:
             return Watch(self.router, _leave)
-        return RecallWatch(self.router, self.hooks)
+        return RecallWatch(self.router, self.hooks, self.together)
 
     def finish(
         self,

@@ -34,11 +34,12 @@ from knn_moe.inference.arguments import (
     open_memory,
 )
 from knn_moe.inference.attach import make_recall_hook, routers_for
-from knn_moe.inference.forward_pass import ForwardPass, Rows
+from knn_moe.inference.forward_pass import Chosen, ForwardPass, Rows, RowSlots
 from knn_moe.inference.handle import Handle, InUse, check_free, check_last, read_sequences
 from knn_moe.inference.hooks import HookStack, RecallHook, Selection
 from knn_moe.inference.language_head import Head, HeadHooks, make_head
 from knn_moe.inference.stats import RoutingStats, StatsByMemory
+from knn_moe.inference.together import RecalledTogether, can_be_together
 from knn_moe.memory.memory import RoutingMemory
 from knn_moe.routers.find import find_routers
 from knn_moe.support.registry import unknown_name
@@ -82,10 +83,10 @@ def attach_all(
 
 @dataclass(eq=False)
 class _Choice:
-    """The rows that use each memory inside a `using`."""
+    """What rows use inside a `using`."""
 
     handle: Memories
-    rows: Mapping[str, Rows]
+    chosen: Chosen
     outer: _Choice | None  # the one around it
     ended: bool = False  # a task that was started inside may outlive it
 
@@ -108,8 +109,7 @@ class Memories(Handle):
         self._configs = {name: configs.get(name, each.routing) for name, each in memories.items()}
         self._model = model
         self._thread = threading.get_ident()
-        self._unused = {name: Rows(torch.zeros(1, dtype=torch.bool)) for name in memories}
-        self._pass = ForwardPass(model, find_routers(model), self._chosen_rows)
+        self._pass = ForwardPass(model, find_routers(model), self._chosen)
         self._selections = {name: Selection(self._pass, name) for name in memories}
         self._hooks: dict[str, list[RecallHook]] = {}
         heads: list[Head] = []
@@ -123,19 +123,39 @@ class Memories(Handle):
             ]
             heads += make_head(model, self._hooks[name], memory, config, self._selections[name])
         self._heads = HeadHooks(model, heads, self._pass) if heads else None
+        # The memories that are recalled together at some routers, by slot, and where.
+        self._slots: list[tuple[list[str], torch.device]] = []
         self._parts = [*self._stacks(), *([self._heads] if self._heads else []), self._pass]
+        self._unused = self._choose([None])
 
     def _stacks(self) -> list[HookStack]:
-        by_router: dict[str, list[RecallHook]] = {}
-        for hook in self.recall_hooks():
-            by_router.setdefault(hook.router.name, []).append(hook)
-        return [HookStack(hooks, self._pass) for hooks in by_router.values()]
+        by_router: dict[str, dict[str, RecallHook]] = {}
+        for name, hooks in self._hooks.items():
+            for hook in hooks:
+                by_router.setdefault(hook.router.name, {})[name] = hook
+        return [self._stack(hooks) for hooks in by_router.values()]
+
+    def _stack(self, by_name: Mapping[str, RecallHook]) -> HookStack:
+        hooks, together = list(by_name.values()), None
+        if can_be_together(hooks):
+            slots = list(by_name), hooks[0].router.device
+            if slots not in self._slots:
+                self._slots.append(slots)
+            together = RecalledTogether(hooks, self._pass, self._slots.index(slots))
+        return HookStack(hooks, self._pass, together)
 
     def recall_hooks(self) -> list[RecallHook]:
         return [hook for hooks in self._hooks.values() for hook in hooks]
 
-    def _chosen_rows(self) -> Mapping[str, Rows]:
-        """Return the rows of each memory in this thread or task.
+    def _choose(self, names: Sequence[str | None]) -> Chosen:
+        """Return the choice of a memory for each row."""
+        rows = {
+            known: Rows(torch.tensor([one == known for one in names])) for known in self.memories
+        }
+        return Chosen(rows, [RowSlots(names, *slots) for slots in self._slots])
+
+    def _chosen(self) -> Chosen:
+        """Return what was chosen in this thread or task.
 
         Raises:
             AttachError: Nothing was chosen here.
@@ -151,7 +171,7 @@ class Memories(Handle):
                 "made: enter routing.using(…) in the thread that calls the model, with None for "
                 "the model alone."
             )
-        return choice.rows
+        return choice.chosen
 
     @contextmanager
     def using(self, choice: str | Sequence[str | None] | None) -> Iterator[None]:
@@ -173,10 +193,7 @@ class Memories(Handle):
         for name in names:
             if name is not None and name not in self.memories:
                 raise ConfigError(unknown_name("memory", name, self.memories))
-        rows = {
-            known: Rows(torch.tensor([one == known for one in names])) for known in self.memories
-        }
-        chosen = _Choice(self, rows, _CHOICE.get())
+        chosen = _Choice(self, self._choose(names), _CHOICE.get())
         try:
             _CHOICE.set(chosen)
             yield

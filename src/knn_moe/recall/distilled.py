@@ -1,8 +1,9 @@
 """One layer's distilled memory on a router's device (equations/prototypes.py).
 
-Every prototype is recalled, so nothing is searched: one product with the keys and the linear
-update, a softmax, and one product with the prototypes' updates. Plain torch with static shapes,
-which compiles.
+Every prototype is recalled, so nothing is searched: one product with the linear update and the
+keys, a softmax, and one product with the prototypes' updates. Plain torch with static shapes, which
+compiles. On a GPU kernels do all of it in two launches (fused_prototypes.py), unless gradients are
+to flow through it.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ from knn_moe.equations.prototypes import prototype_confidence, prototype_update
 from knn_moe.equations.similarity import rbf
 from knn_moe.errors import ConfigError, MemoryMismatchError
 from knn_moe.index.exact import centred_norms, dot_products, squared_distance
+from knn_moe.index.fast.fused import MOST_RANKED
 from knn_moe.memory.distilled import DistilledLayer
 from knn_moe.memory.validate import check_layer_contents
+from knn_moe.recall.fused_prototypes import FusedPrototypes, kernels_usable
 from knn_moe.recall.neighbours import Neighbours
+from knn_moe.recall.prototype_tensors import PrototypeTensors
 
 _WHERE: Final = "A layer of this memory"
 _TOKENS: Final = 1 << 13  # that are compared with all prototypes at a time
@@ -37,6 +41,7 @@ class DistilledRecall(nn.Module):
             when a token is explained.
         confidence_factor: Multiplies λ.
         device: Where the router runs.
+        count_top: Count changes among this many top logits, where kernels can.
     """
 
     factors: Tensor
@@ -47,7 +52,7 @@ class DistilledRecall(nn.Module):
     log_threshold: Tensor
     confidence_factor: Tensor
     cases: Tensor
-    counts = counts_changes = False  # `forward` counts nothing: see LayerRecall
+    uncounted: Tensor
 
     def __init__(
         self,
@@ -55,6 +60,8 @@ class DistilledRecall(nn.Module):
         config: RoutingConfig,
         confidence_factor: float,
         device: torch.device,
+        *,
+        count_top: int = 0,
     ) -> None:
         super().__init__()
         check_use(config)
@@ -73,15 +80,43 @@ class DistilledRecall(nn.Module):
             "confidence_factor": confidence_factor,
         }
         buffers = {
-            "factors": torch.cat([around_zero, layer.linear.to(device)]),
+            "factors": torch.cat([layer.linear.to(device), around_zero]),
             "centre": centre,
             "offsets": offsets,
-            "updates": layer.updates.to(device),
+            "updates": layer.updates.to(device).contiguous(),
             "cases": layer.cases.to(device),
+            "uncounted": torch.zeros(4, dtype=torch.int64, device=device),
             **{name: torch.tensor(value, device=device) for name, value in numbers.items()},
         }
         for name, tensor in buffers.items():
             self.register_buffer(name, tensor, persistent=False)
+        self.fused: FusedPrototypes | None = None
+        if kernels_usable(device):
+            top = count_top if layer.shape.num_experts <= MOST_RANKED else 0
+            self.fused = FusedPrototypes(self._tensors(), top)
+
+    def _tensors(self) -> PrototypeTensors:
+        """Return the tensors as kernels read them; they share their data with the buffers."""
+        size = torch.tensor([len(self.offsets)], dtype=torch.int32, device=self.offsets.device)
+        widths = [self.gamma, self.log_threshold, self.confidence_factor]
+        return PrototypeTensors(
+            factors=self.factors[None],
+            centre=self.centre[None],
+            offsets=self.offsets[None],
+            updates=self.updates[None],
+            sizes=size,
+            widths=torch.stack([*widths, torch.zeros_like(self.gamma)])[None].float(),
+        )
+
+    def share(self, tensors: PrototypeTensors) -> None:
+        """Use tensors that are equal to this layer's own, as part of a stack of several memories'.
+
+        Shapes: S = 1.
+        """
+        for name in ("factors", "centre", "offsets", "updates"):
+            setattr(self, name, getattr(tensors, name)[0])
+        if self.fused is not None:
+            self.fused = FusedPrototypes(tensors, self.fused.top)
 
     def check_values_fit(self, dtype: torch.dtype) -> None:
         """Raise MemoryMismatchError if updates are beyond the router's own `dtype`."""
@@ -99,16 +134,30 @@ class DistilledRecall(nn.Module):
         counts: Tensor | None = None,
         real: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the updated logits and λ.
+        """Return the updated logits and λ. Kernels, where they are used, add the call to `counts`.
 
-        Shapes: inputs [T, d]; logits [T, N]. Result [T, N] in the logits' dtype, [T] fp32.
+        Shapes: inputs [T, d]; logits [T, N]; counts [4], see inference/hooks.py; real [T] bool,
+        None: all are. Result [T, N] in the logits' dtype, [T] fp32.
         """
+        if self.fused is not None and self.counts_call(inputs, logits):
+            counted = self.uncounted if counts is None else counts
+            return self.fused.forward(inputs, logits, counted, real)
         parts = [self._recall(part) for part in inputs.split(_TOKENS)]
         update, confidence = (
             parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
         )
         mixed = logits.float() + confidence[:, None] * update
         return mixed.to(logits.dtype), confidence
+
+    def counts_call(self, inputs: Tensor, logits: Tensor) -> bool:
+        """Return whether `forward` counts this call itself: calls, tokens and confidence."""
+        differentiable = inputs.requires_grad or logits.requires_grad
+        return self.fused is not None and not (differentiable and torch.is_grad_enabled())
+
+    @property
+    def counts_changes(self) -> bool:
+        """Whether it also counts the tokens whose experts changed."""
+        return self.fused is not None and self.fused.top > 0
 
     def recall_weighed(self, inputs: Tensor) -> tuple[Neighbours, Tensor]:
         """Return the K most similar prototypes, as the memory's cases that are nearest to them, and
@@ -130,8 +179,8 @@ class DistilledRecall(nn.Module):
         """Return log s of every prototype, and W x. Shapes: [T, d] → [T, P], [T, N], in fp32."""
         inputs = inputs.to(self.dtype)
         products = dot_products(inputs, self.factors)
-        count = len(self.offsets)
-        products, linear = products[:, :count], products[:, count:]
+        experts = self.updates.shape[1]
+        linear, products = products[:, :experts], products[:, experts:]
         distance = squared_distance(inputs, self.centre)[:, None] + self.offsets - 2 * products
         return rbf(distance.clamp(min=0), self.gamma), linear
 

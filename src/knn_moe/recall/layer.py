@@ -135,9 +135,8 @@ class LayerRecall(nn.Module):
         recalled = weigh(near.squared_distance, values, self.widths, self.similarity)
         return recalled.mix(logits), recalled.confidence
 
-    @property
-    def counts(self) -> bool:
-        """Whether `forward` counts calls, tokens and confidence itself."""
+    def counts_call(self, inputs: Tensor, logits: Tensor) -> bool:
+        """Return whether `forward` counts this call itself: calls, tokens and confidence."""
         return self.fused is not None
 
     @property

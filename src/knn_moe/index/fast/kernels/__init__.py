@@ -1,4 +1,4 @@
-"""The search of `fast` and the mixing (§4.2) as Triton kernels: the only package to import triton.
+"""The search of `fast` and the mixing (§4.2) as Triton kernels.
 
 Each size of a batch has its own kernels: decode.py, small_batch.py and prefill.py. scan.py and
 mix.py hold what they share. All of them compute the whole numbers of index/fast/scan.py, then
