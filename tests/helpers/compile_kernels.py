@@ -98,10 +98,10 @@ def record_prototypes(target: Target) -> Recorder:
     on_gpu = {"ASM": 1, "PDL": int(target.capability >= 90)}
     launch_prototypes.device_constants = lambda device: on_gpu
     launch_prototypes.kernels = lambda: recorder
-    for dtype, experts, width in [
-        (target.dtype, 60, 200),
-        (target.dtype, 512, 192),
-        (torch.float32, 128, 200),
+    for dtype, experts, width, sizes in [
+        (target.dtype, 60, 200, (1, 16, 32, 64, 1024, 8192)),
+        (target.dtype, 512, 192, (64, 8192)),
+        (torch.float32, 128, 200, (1, 16, 8192)),
     ]:
         tensors = PrototypeTensors(
             factors=torch.zeros(memories, experts + 300, width, dtype=dtype),
@@ -112,7 +112,7 @@ def record_prototypes(target: Target) -> Recorder:
             widths=torch.ones(memories, 4),
         )
         launcher = PrototypeLauncher(tensors, top=8 if experts <= 128 else 0)
-        for tokens in (1, 16, 32, 64, 1024, 8192):
+        for tokens in sizes:
             given: list[torch.Tensor | None] = [None] * 3
             if target.padded:
                 real = torch.ones(tokens, dtype=torch.bool)

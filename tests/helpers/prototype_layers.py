@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from helpers.kernel_layers import DEVICE, changed, no_counts, randn
-from knn_moe.config import RoutingConfig
+from knn_moe import RoutingConfig, RoutingMemory
 from knn_moe.memory.distilled import DistilledLayer
 from knn_moe.recall.distilled import DistilledRecall
 from knn_moe.recall.fused_prototypes import FusedPrototypes
@@ -102,3 +102,21 @@ def check_counted(
     assert (calls, counted) == (1, tokens.sum())
     assert moved == (changed(layer.logits, mixed, layer.case.top) * tokens).sum()
     assert abs(units - (weight.double() * tokens).sum().item() * UNITS) <= len(weight)
+
+
+def distil_by_hand(memory: RoutingMemory, prototypes: int, seed: int = 0) -> RoutingMemory:
+    """Return a memory whose prototypes are some of its cases, with large random updates."""
+    draw = torch.Generator().manual_seed(seed)
+    layers = {}
+    for index, layer in memory.full_layers().items():
+        picked = torch.randperm(len(layer), generator=draw)[:prototypes]
+        experts, width = layer.values.shape[1], layer.keys.shape[1]
+        layers[index] = DistilledLayer(
+            keys=layer.keys[picked],
+            updates=4 * torch.randn(prototypes, experts, generator=draw),
+            linear=(torch.randn(experts, width, generator=draw) / width).to(layer.keys.dtype),
+            cases=picked,
+            gamma=layer.gamma,
+            log_threshold=-1.0,
+        )
+    return replace(memory, layers=layers)

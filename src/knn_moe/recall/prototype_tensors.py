@@ -6,10 +6,12 @@ Knows tensors and shapes; nothing of Triton.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
+
+_ALIGNED: Final = 8  # prototypes: each memory's part of a stack begins at an aligned address
 
 
 class PrototypeTensors(NamedTuple):
@@ -39,14 +41,14 @@ class PrototypeTensors(NamedTuple):
         return self.offsets.shape[1]
 
     def of_memory(self, slot: int) -> PrototypeTensors:
-        """Return one memory's tensors, which share their data with these."""
+        """Return one memory's tensors, which share their data with these, but for its size."""
         size, one = int(self.sizes[slot]), slice(slot, slot + 1)
         return PrototypeTensors(
             factors=self.factors[one, : self.experts + size],
             centre=self.centre[one],
             offsets=self.offsets[one, :size],
             updates=self.updates[one, :size],
-            sizes=self.sizes[one],
+            sizes=self.sizes[one].clone(),
             widths=self.widths[one],
         )
 
@@ -57,6 +59,7 @@ def stack_prototypes(memories: Sequence[PrototypeTensors]) -> PrototypeTensors:
     The memories have the same d, N and dtype, and lie on the same device.
     """
     most = max(each.prototypes for each in memories)
+    most += -most % _ALIGNED
     return PrototypeTensors(
         factors=torch.cat([_pad(each.factors, most - each.prototypes) for each in memories]),
         centre=torch.cat([each.centre for each in memories]),
