@@ -48,6 +48,7 @@ _MOST_VALUES: Final = 1 << 13  # numbers of prototypes' updates that a program h
 _EXPERTS_PER_WARP: Final = 64  # at the most
 _PROGRAMS: Final = 264  # that `compare_prototypes` should have: two to a multiprocessor
 _FEW: Final = 64  # tokens up to which factors are fetched early and each has a program that mixes
+_LINE: Final = 32  # numbers of a factor that one prefetch brings, as in kernels/compare.py
 _PER: Final = 4  # otherwise, tokens that one program mixes: their counts are added once
 _JOINED: Final = 1 << 13  # numbers of partial updates that are read together
 _NORM: Final = 1024  # columns at a time where ‖x - c‖² is computed
@@ -185,7 +186,7 @@ class _Run:
             "TOKENS": blocks.tokens, "ROWS": blocks.rows, "TOP": launcher.top,
             "MASKED": int(masked), "NP": padded, "SP": split,
             "MP": next_power_of_two(launcher.memories),
-            "LINES": next_power_of_two(-(-width // 32)),
+            "LINES": next_power_of_two(-(-width // _LINE)),
             "CHUNK": max(min(split, _JOINED // padded), 1), "PER": self.per,
             "PREFETCH": int(launcher.device["PDL"] and plan.few and not slotted),
             **launcher.device,
