@@ -159,9 +159,8 @@ def _search(distiller: Distiller, started: float) -> Distillation:
         judged = distiller.judge_unseen(best)
     except DivergedError:
         raise no_finite_loss() from None
-    last = distiller.train_on_all(best)
-    if not judged.better:
-        last = replace(last, off=frozenset(last.layers))
+    off = replace(best, off=frozenset(best.layers))
+    last = distiller.train_on_all(best) if judged.better else off
     return Distillation(
         layers=distiller.name_cases(last),
         routing=last.routing(distiller.memory),

@@ -27,7 +27,7 @@ from knn_moe.reference.windows import Batch
 from knn_moe.routers.find import Router
 from knn_moe.routers.own_logits import compute_own_logits
 
-_SAMPLE: Final = 64  # cases per prototype that show where to start
+_SAMPLE: Final = 32  # cases per prototype that show where to start
 # At the start, how narrow a prototype is: γ d² of the typical distance to the nearest one; and how
 # surely the memory is used: log of the typical similarity over the router's own.
 _NARROW, _SURE = 4.0, 4.0
