@@ -100,9 +100,14 @@ def test_a_layer_in_a_table() -> None:
 
 @pytest.mark.slow
 def test_a_running_model() -> None:
-    found = in_json(*MODEL, "--no-compile", "--batch", 2, "--prototypes", 64)
+    found = in_json(*MODEL, "--no-compile", "--batch", 2, "--prototypes", 64, "--memories", 3)
     whats = ["prefill of 32 tokens", "decode, batch 1, eager", "decode, batch 2, eager"]
-    recommended = ("distilled, P = 64", "fast, K = 32", "fast, K = 32, head of 64")
+    recommended = (
+        "distilled, P = 64",
+        "3 × distilled, P = 64",
+        "fast, K = 32",
+        "fast, K = 32, head of 64",
+    )
     compared = (ALONE, "exact, K = 32", "fast, K = 1")
     assert {(row["what"], row["memory"]) for row in found["rows"]} == {
         (what, memory) for what in whats for memory in (*recommended, *compared)

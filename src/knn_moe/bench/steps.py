@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -19,9 +18,8 @@ from torch import nn
 from knn_moe.bench.keys import record_memory
 from knn_moe.bench.models import SHAPES, random_model
 from knn_moe.bench.timing import time_once
-from knn_moe.bench.uses import Use
+from knn_moe.bench.uses import Attached, Use
 from knn_moe.errors import ConfigError
-from knn_moe.inference.attach import attach
 from knn_moe.memory.memory import RoutingMemory
 from knn_moe.support.progress import OnProgress, Progress, ignore_progress
 
@@ -120,32 +118,34 @@ def measure_steps(
     for done, (name, use) in enumerate(uses.items()):
         on_progress(Progress(f"{name}: prefill and compiled steps", done, len(uses)))
         before = _allocated(bench.device)
-        with _attach(model, memory, use):
+        with _attach(model, memory, use) as attached:
             added = _allocated(bench.device) - before
             # Caches and graphs of earlier steps may still be held: count what attaching adds.
             total = held.get(ALONE) or before / 1e9
             held[name] = total + added / 1e9 if bench.device.type == "cuda" else None
-            for what, seconds in _prefill_and_compiled(model, bench):
+            for what, seconds in _prefill_and_compiled(model, bench, attached):
                 yield measure(what, name, seconds)
     eager = _eager_in_turns(model, memory, uses, bench, on_progress)
     for (what, name), seconds in eager.items():
         yield measure(what, name, seconds)
 
 
-def _attach(
-    model: nn.Module, memory: RoutingMemory, use: Use | None
-) -> AbstractContextManager[object]:
-    return nullcontext() if use is None else attach(model, use.of(memory), use.config)
+def _attach(model: nn.Module, memory: RoutingMemory, use: Use | None) -> Attached:
+    return Attached() if use is None else use.attach(model, memory)
 
 
-def _prefill_and_compiled(model: Any, bench: StepBench) -> Iterator[tuple[str, float]]:
-    yield f"prefill of {bench.prefill:,} tokens", _prefill(model, bench)
+def _prefill_and_compiled(
+    model: Any, bench: StepBench, attached: Attached
+) -> Iterator[tuple[str, float]]:
+    with attached.rows(1):
+        yield f"prefill of {bench.prefill:,} tokens", _prefill(model, bench)
     if not bench.compiled:
         return
     for batch in bench.batches:
         torch.compiler.reset()
         compiled = torch.compile(model, mode="reduce-overhead", dynamic=False)
-        seconds = min(_decode(compiled, model, batch, bench) for _ in range(_TRIES))
+        with attached.rows(batch):
+            seconds = min(_decode(compiled, model, batch, bench) for _ in range(_TRIES))
         yield f"decode, batch {batch}, compiled", seconds
     torch.compiler.reset()  # compiled graphs hold on to the memory
 
@@ -194,10 +194,11 @@ def _eager_in_turns(
         for place, (name, use) in enumerate(uses.items()):
             done, total = turn * len(uses) + place, _TURNS * len(uses)
             on_progress(Progress(f"{name}: eager steps", done, total))
-            with _attach(model, memory, use):
+            with _attach(model, memory, use) as attached:
                 for batch in bench.eager:
                     what = f"decode, batch {batch}, eager"
-                    spent = [_decode(model, model, batch, bench) for _ in range(_TRIES)]
+                    with attached.rows(batch):
+                        spent = [_decode(model, model, batch, bench) for _ in range(_TRIES)]
                     turns.setdefault((what, name), []).extend(spent)
     return {key: min(seconds) for key, seconds in turns.items()}
 

@@ -33,7 +33,13 @@ _LAYER_INDEXES: Final = (
     "exact", "faiss-flat", "ivfpq", "ivfpq,rerank", "fast", "fast,dims=64,rerank",
 )  # fmt: skip
 _LAYER_ONLY: Final = ("width", "grow")  # options without effect if --shape is given
-_MODEL_ONLY: Final = ("layers", "prefill", "no_compile", "prototypes")  # and if it is not
+_MODEL_ONLY: Final = (
+    "layers",
+    "prefill",
+    "no_compile",
+    "prototypes",
+    "memories",
+)  # and if it is not
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -168,6 +174,13 @@ def _show_build(bench: BuildBench, results: list[BuildMeasure]) -> None:
     multiple=True,
     help="Measure a memory that was distilled to this many (with --shape). May be repeated.",
 )
+@_count_option(
+    "--memories",
+    least=2,
+    multiple=True,
+    help="Also measure this many distilled memories, another one for each row of a batch (with "
+    "--shape). May be repeated.",
+)
 @click.option(
     "--index",
     "specs",
@@ -272,6 +285,7 @@ def _step_bench(
     specs: tuple[str, ...],
     no_compile: bool,
     prototypes: tuple[int, ...],
+    memories: tuple[int, ...],
     **options: Any,
 ) -> StepBench:
     from knn_moe.bench.steps import StepBench
@@ -279,7 +293,9 @@ def _step_bench(
 
     common = _common(**options)
     k = common.pop("k")
-    uses = chosen_uses(k, _indexes(specs, ())) if specs else recommended_uses(k, prototypes)
+    uses = (
+        chosen_uses(k, _indexes(specs, ())) if specs else recommended_uses(k, prototypes, memories)
+    )
     compiled = not no_compile and common["device"].type == "cuda"
     bench = StepBench(
         shape=shape,
