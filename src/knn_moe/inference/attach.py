@@ -151,7 +151,7 @@ class Routing(Handle):
         ]
         heads = make_head(model, self._hooks, memory, config)
         self._heads = HeadHooks(model, heads, self._pass) if heads else None
-        self._parts = [HookStack([hook], self._pass) for hook in self._hooks]
+        self._parts = [HookStack(hook.router, [hook], self._pass) for hook in self._hooks]
         self._parts += [self._heads] if self._heads is not None else []
         self._parts += [self._history, self._pass]
 

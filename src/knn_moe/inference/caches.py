@@ -1,4 +1,7 @@
-"""The cache that a model is called with: find it, and ask it for its length."""
+"""The cache that a model is called with: find it, and ask it for its length.
+
+Continuous batching has no such cache: it calls a model with one flat row of several sequences.
+"""
 
 from __future__ import annotations
 
@@ -36,3 +39,10 @@ def cache_length(cache: Cache) -> int | Tensor | None:
     except (ValueError, NotImplementedError, AttributeError):  # a cache without attention
         return None
     return length
+
+
+def flat_length(kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Return how many tokens the sequences of a flat batch have, [] on its device; None if the
+    batch is not flat."""
+    ends = kwargs.get("cu_seq_lens_q")
+    return ends[-1] if isinstance(ends, Tensor) and len(ends) else None

@@ -9,86 +9,19 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import Cache, PreTrainedModel
 
-from knn_moe.errors import ConfigError
-from knn_moe.inference.caches import cache_length, find_cache
+from knn_moe.inference.caches import cache_length, find_cache, flat_length
+from knn_moe.inference.rows import ALL_ROWS, NO_ROWS, Chosen, Rows, RowSlots
 from knn_moe.recall.layer import RouterCall
 from knn_moe.routers.find import Router
 from knn_moe.routers.intercept import NotCopied, PerThread
-
-
-class Rows:
-    """The rows of a batch that use a memory. Shape: chosen [rows] bool; None: all rows."""
-
-    def __init__(self, chosen: Tensor | None = None) -> None:
-        self.empty = chosen is not None and not bool(chosen.any())
-        self.chosen = None if chosen is None or bool(chosen.all()) else chosen
-        self._on: dict[torch.device, Tensor] = {}
-
-    def tokens(self, count: int, batch: int, device: torch.device) -> Tensor | None:
-        """Tell which of `count` tokens are of these rows, row after row; None: all are.
-
-        Rows that `generate` repeats, for beams or several answers, follow each other, as a row's
-        tokens do. Result [count] bool, on `device`.
-        """
-        if self.chosen is None:
-            return None
-        each = _tokens_per_row(len(self.chosen), count, batch)
-        if device not in self._on:
-            self._on[device] = self.chosen.to(device)
-        return self._on[device].repeat_interleave(each)
-
-
-class RowSlots:
-    """Which of several memories in slots each row of a batch uses, on their device.
-
-    Shapes: slots [rows] int32, -1: none of them; calls [S] int64, 1 for those that are used.
-
-    Args:
-        names: The memory of each row.
-        memories: The memories, by slot.
-        device: Where they are recalled.
-    """
-
-    def __init__(
-        self, names: Sequence[str | None], memories: Sequence[str], device: torch.device
-    ) -> None:
-        rows = [memories.index(name) if name in memories else -1 for name in names]
-        used = [slot in rows for slot in range(len(memories))]
-        self.used = [slot for slot, is_used in enumerate(used) if is_used]
-        self.mixed = len(set(rows)) > 1  # whether rows differ
-        self.slots = torch.tensor(rows, dtype=torch.int32, device=device)
-        self.calls = torch.tensor(used, dtype=torch.int64, device=device)
-
-    def tokens(self, count: int, batch: int) -> Tensor:
-        """Return the slot of each of `count` tokens: see `Rows.tokens`. Result [count] int32."""
-        rows = len(self.slots)
-        each = _tokens_per_row(rows, count, batch)
-        return self.slots[:, None].expand(rows, each).reshape(count)
-
-
-def _tokens_per_row(rows: int, count: int, batch: int) -> int:
-    if batch % rows or count % rows:
-        raise ConfigError(
-            f"Memories were chosen for {rows} rows, and the model reads {batch}. Name one for "
-            f"each row of the batch."
-        )
-    return count // rows
-
-
-class Chosen(NamedTuple):
-    """What the rows of a pass use: the rows of each memory, by its name; and the slots of those
-    memories that are recalled together, by the number that their routers have agreed on."""
-
-    rows: Mapping[str, Rows]
-    slots: Sequence[RowSlots]
 
 
 class _Pass:
@@ -222,7 +155,7 @@ class ForwardPass(NotCopied):
     def rows(self, name: str) -> Rows:
         """Return the rows that use the memory `name`."""
         chosen = self._chosen()
-        return ALL_ROWS if chosen is None else chosen.rows[name]
+        return ALL_ROWS if chosen is None else chosen.rows.get(name, NO_ROWS)
 
     def slots(self, number: int) -> RowSlots | None:
         """Return the slots of memories that are recalled together; None: nothing is chosen."""
@@ -258,9 +191,6 @@ class Finished(nn.Module):
         self.register_buffer("passes", torch.zeros((), dtype=torch.int64, device=device), False)
 
 
-ALL_ROWS: Final = Rows()
-
-
 def _nothing() -> None:
     pass
 
@@ -294,6 +224,10 @@ def _tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
 def _real_tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
     """Return the real tokens of this step [B, T], from the forward's arguments; None if all are."""
     tokens = _tokens(args, kwargs)
+    flat = flat_length(kwargs)
+    if flat is not None and tokens is not None:
+        # A flat batch may be padded at its end; its attention mask is over the cache's blocks.
+        return (torch.arange(tokens.shape[1], device=flat.device) < flat).expand(tokens.shape[:2])
     mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
     if isinstance(mask, Mapping):
         mask = next(iter(mask.values()), None)
@@ -318,9 +252,10 @@ def _first_tokens(
     tokens = _tokens(args, kwargs)
     if tokens is None:
         return None
-    first = _row_begins(tokens, find_cache(args, kwargs), real)
     positions = kwargs.get("position_ids")
-    if not isinstance(positions, Tensor) or tokens.shape[1] == 1:
+    flat = flat_length(kwargs) is not None and isinstance(positions, Tensor)
+    first = None if flat else _row_begins(tokens, find_cache(args, kwargs), real)
+    if not isinstance(positions, Tensor) or (tokens.shape[1] == 1 and not flat):
         return first
     # Several sequences in one row: positions start anew in each.
     anew = (positions == 0).all(dim=0) if positions.ndim == 3 else positions == 0

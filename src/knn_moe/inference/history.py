@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import Cache
 
 from knn_moe.errors import NothingReadError
-from knn_moe.inference.caches import cache_length, find_cache
+from knn_moe.inference.caches import cache_length, find_cache, flat_length
 from knn_moe.inference.forward_pass import Finished, ForwardPass
 from knn_moe.routers.intercept import NotCopied, PerThread
 
@@ -78,6 +78,9 @@ class TokenHistory(NotCopied):
         last = self._last.state
         if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.dtype.is_floating_point:
             last.forget("The model was given embeddings (inputs_embeds) instead of token ids")
+            return
+        if flat_length(kwargs) is not None:
+            last.forget("The model read sequences of several requests in one flat batch")
             return
         if ids.is_cuda and torch.cuda.is_current_stream_capturing():
             self._unrecorded.passes += 1

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from knn_moe.inference.forward_pass import ALL_ROWS, ForwardPass, Rows
+from knn_moe.inference.forward_pass import ForwardPass
+from knn_moe.inference.rows import ALL_ROWS, Rows
 from knn_moe.recall.layer import UNITS, Recall, RouterCall
 from knn_moe.routers.find import Router
 from knn_moe.routers.intercept import (
@@ -145,11 +146,29 @@ class RecallHook(KeepsInputs):
             real = selected if real is None else selected & real
         counted = self.recall.counts_call(inputs, logits)
         counts = self.counts.sums if counted and not self.forward_pass.now.aside else None
-        mixed, confidence = self.recall.forward(inputs, logits, counts, real)
+        places = None if torch.compiler.is_compiling() else rows.places(inputs.device)
+        if places is None:
+            mixed, confidence = self.recall.forward(inputs, logits, counts, real)
+        else:
+            mixed, confidence = self._recall_at(places, inputs, logits, counts, real)
         if selected is not None:
             mixed = torch.where(selected[:, None], mixed, logits)
             confidence = confidence.masked_fill(~selected, 0.0)
         return Step(inputs, logits, mixed, confidence, real, counted)
+
+    def _recall_at(
+        self,
+        places: Tensor,
+        inputs: Tensor,
+        logits: Tensor,
+        counts: Tensor | None,
+        real: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return mixed logits and λ of the tokens at `places` [n]; others keep theirs, and λ 0."""
+        own = None if real is None else real[places]
+        mixed, confidence = self.recall.forward(inputs[places], logits[places], counts, own)
+        everywhere = confidence.new_zeros(len(inputs)).index_copy(0, places, confidence)
+        return logits.index_copy(0, places, mixed), everywhere
 
     def _select(self, rows: Rows, count: int, device: torch.device) -> Tensor | None:
         """Tell which tokens use the memory; None: all do. Result [count] bool, on `device`."""
@@ -264,15 +283,17 @@ def _leave(inputs: Tensor, logits: Tensor) -> Tensor:
 
 
 class HookStack(RouterHook):
-    """The hooks of the memories at one router: one after the other, or together."""
+    """The hooks of the memories at one router: one after the other, or together. `hooks` may be
+    replaced."""
 
     def __init__(
         self,
+        router: Router,
         hooks: Sequence[RecallHook],
         forward_pass: ForwardPass,
         together: Together | None = None,
     ) -> None:
-        super().__init__(hooks[0].router, partial(_mix, hooks, together, []))
+        super().__init__(router, partial(_mix, hooks, together, []))
         self.hooks = hooks
         self.forward_pass = forward_pass
         self.together = together
@@ -282,7 +303,7 @@ class HookStack(RouterHook):
         return self.forward_pass.closed
 
     def watch(self) -> Watch | None:
-        if not self.forward_pass.active():
+        if not self.hooks or not self.forward_pass.active():
             return None
         if self.forward_pass.now.alone is not None:
             return Watch(self.router, _leave)

@@ -22,9 +22,10 @@ from torch.utils.hooks import RemovableHandle
 from knn_moe.config import HeadConfig, RoutingConfig
 from knn_moe.equations.next_token import mix_next_token
 from knn_moe.errors import AttachError, UnsupportedModelError
-from knn_moe.inference.forward_pass import ALL_ROWS, ForwardPass
+from knn_moe.inference.forward_pass import ForwardPass
 from knn_moe.inference.hidden_states import HiddenStateHook, check_tokens, check_width
 from knn_moe.inference.hooks import RecallHook, Selection
+from knn_moe.inference.rows import ALL_ROWS, FlatTokens
 from knn_moe.memory.memory import RoutingMemory
 from knn_moe.recall.layer import LayerRecall, layer_gamma
 from knn_moe.recall.next_token import TokenIndex, open_head_keys
@@ -97,13 +98,18 @@ class Head(nn.Module):
                 f"The model returned {type(output).__name__} without logits, which a head needs. "
                 f"Call it with return_dict=True, or leave out head=."
             )
-        keys = self.take_keys(logits, kept)
-        mixed = self.mix(keys.flatten(0, 1), logits.flatten(0, 1)).view(logits.shape)
-        count = logits.shape[:2].numel()
-        selected = rows.tokens(count, len(logits), logits.device)
-        if selected is not None:
-            mixed = torch.where(selected.view(*logits.shape[:2], 1), mixed, logits.to(mixed.dtype))
-        output.logits = mixed
+        keys, own = self.take_keys(logits, kept).flatten(0, 1), logits.flatten(0, 1)
+        selected = rows.of_logits(logits, kept)
+        if isinstance(rows, FlatTokens) and selected is not None:  # other tokens are not looked up
+            places = selected.nonzero().squeeze(1)
+            mixed = own.float()
+            if len(places):
+                mixed = mixed.index_copy(0, places, self.mix(keys[places], own[places]))
+        else:
+            mixed = self.mix(keys, own)
+            if selected is not None:
+                mixed = torch.where(selected[:, None], mixed, own.to(mixed.dtype))
+        output.logits = mixed.view(logits.shape)
 
     def mix(self, keys: Tensor, logits: Tensor) -> Tensor:
         """Return log-probabilities. Shapes: keys [T, d]; logits [T, V] → [T, V] fp32."""

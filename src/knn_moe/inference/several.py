@@ -5,6 +5,8 @@
             model.generate(**inputs)
         with routing.using(["law", None, "medicine"]):  # three rows; None: the model alone
             model.generate(**batch)
+        with routing.using_flat([("law", 9), (None, 1)]):  # sequences of a flat batch, by length
+            model(**flat)
 
 Each has its own γ, widths, index and layers. A row is routed by its own memory and by no other, or
 by the model alone. A choice belongs to the thread or asyncio task that made it. Knows handles and
@@ -34,10 +36,11 @@ from knn_moe.inference.arguments import (
     open_memory,
 )
 from knn_moe.inference.attach import make_recall_hook, routers_for
-from knn_moe.inference.forward_pass import Chosen, ForwardPass, Rows, RowSlots
+from knn_moe.inference.forward_pass import ForwardPass
 from knn_moe.inference.handle import Handle, InUse, check_free, check_last, read_sequences
 from knn_moe.inference.hooks import HookStack, RecallHook, Selection
 from knn_moe.inference.language_head import Head, HeadHooks, make_head
+from knn_moe.inference.rows import Chosen, FlatSlots, FlatTokens, Rows, RowSlots
 from knn_moe.inference.stats import RoutingStats, StatsByMemory
 from knn_moe.inference.together import RecalledTogether, can_be_together
 from knn_moe.memory.memory import RoutingMemory
@@ -110,23 +113,30 @@ class Memories(Handle):
         self._model = model
         self._thread = threading.get_ident()
         self._pass = ForwardPass(model, find_routers(model), self._chosen)
-        self._selections = {name: Selection(self._pass, name) for name in memories}
         self._hooks: dict[str, list[RecallHook]] = {}
         heads: list[Head] = []
         for name, memory in memories.items():
             config = self._configs[name]
-            routers = routers_for(model, memory, config, force=force)
-            self._hooks[name] = [
-                make_recall_hook(router, memory, config, self._pass, self._selections[name])
-                for router in routers
-                if len(memory)
-            ]
-            heads += make_head(model, self._hooks[name], memory, config, self._selections[name])
+            self._hooks[name], own = self._make_hooks(name, memory, config, force=force)
+            heads += own
         self._heads = HeadHooks(model, heads, self._pass) if heads else None
         # The memories that are recalled together at some routers, by slot, and where.
         self._slots: list[tuple[list[str], torch.device]] = []
         self._parts = [*self._stacks(), *([self._heads] if self._heads else []), self._pass]
         self._unused = self._choose([None])
+
+    def _make_hooks(
+        self, name: str, memory: RoutingMemory, config: RoutingConfig, *, force: bool
+    ) -> tuple[list[RecallHook], list[Head]]:
+        """Make what puts a memory on the model, and leave the model as it is."""
+        selection = Selection(self._pass, name)
+        routers = routers_for(self._model, memory, config, force=force)
+        hooks = [
+            make_recall_hook(router, memory, config, self._pass, selection)
+            for router in routers
+            if len(memory)
+        ]
+        return hooks, make_head(self._model, hooks, memory, config, selection)
 
     def _stacks(self) -> list[HookStack]:
         by_router: dict[str, dict[str, RecallHook]] = {}
@@ -142,7 +152,7 @@ class Memories(Handle):
             if slots not in self._slots:
                 self._slots.append(slots)
             together = RecalledTogether(hooks, self._pass, self._slots.index(slots))
-        return HookStack(hooks, self._pass, together)
+        return HookStack(hooks[0].router, hooks, self._pass, together)
 
     def recall_hooks(self) -> list[RecallHook]:
         return [hook for hooks in self._hooks.values() for hook in hooks]
@@ -185,15 +195,45 @@ class Memories(Handle):
             AttachError: The memories are detached.
             ConfigError: There is no memory of such a name.
         """
-        if not self._attached:
-            raise AttachError("The memories are detached. Attach them again to use one.")
         names = [choice] if choice is None or isinstance(choice, str) else list(choice)
         if not names:
             raise ConfigError("using() got an empty list. Give a name or None for each row.")
+        self._check_names(names)
+        with self._using(self._choose(names)):
+            yield
+
+    @contextmanager
+    def using_flat(self, sequences: Sequence[tuple[str | None, int]]) -> Iterator[None]:
+        """Choose the memory of each token of a flat batch, in this thread (or task) alone.
+
+        A flat batch, as continuous batching makes it, has sequences one after the other in one
+        row. Each memory searches its own tokens only.
+
+        Args:
+            sequences: The memory and the number of tokens of each sequence, in their order. None:
+                the model alone, as for tokens after the last sequence.
+
+        Raises:
+            AttachError, ConfigError: As in `using`.
+        """
+        self._check_names([name for name, _ in sequences])
+        owners = [name for name, count in sequences for _ in range(count)]
+        rows: dict[str, Rows] = {}
+        for name in {name for name, _ in sequences if name is not None}:
+            rows[name] = FlatTokens(torch.tensor([owner == name for owner in owners]))
+        with self._using(Chosen(rows, [FlatSlots(owners, *slots) for slots in self._slots])):
+            yield
+
+    def _check_names(self, names: Sequence[str | None]) -> None:
+        if not self._attached:
+            raise AttachError("The memories are detached. Attach them again to use one.")
         for name in names:
             if name is not None and name not in self.memories:
                 raise ConfigError(unknown_name("memory", name, self.memories))
-        chosen = _Choice(self, self._choose(names), _CHOICE.get())
+
+    @contextmanager
+    def _using(self, what: Chosen) -> Iterator[None]:
+        chosen = _Choice(self, what, _CHOICE.get())
         try:
             _CHOICE.set(chosen)
             yield
@@ -231,7 +271,8 @@ class Memories(Handle):
 
     def stats(self) -> StatsByMemory:
         """Return the stats of each memory by layer, over the rows that used it."""
-        return StatsByMemory({name: RoutingStats.of(each) for name, each in self._hooks.items()})
+        hooks = dict(self._hooks)  # other threads may add memories
+        return StatsByMemory({name: RoutingStats.of(each) for name, each in hooks.items()})
 
     def __repr__(self) -> str:
         state = "attached" if self._attached else "detached"

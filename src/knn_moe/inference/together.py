@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from knn_moe.inference.forward_pass import ForwardPass, RowSlots
+from knn_moe.inference.forward_pass import ForwardPass
 from knn_moe.inference.hooks import RecallHook, Step
+from knn_moe.inference.rows import RowSlots
 from knn_moe.recall.distilled import DistilledRecall
 from knn_moe.recall.fused_prototypes import FusedPrototypes
 from knn_moe.recall.prototype_tensors import stack_prototypes
