@@ -84,12 +84,10 @@ def test_stats_count_as_in_generate(
 def read_flat(model: PreTrainedModel, padding: int = 0, **options: Any) -> Tensor:
     """Read all prompts as one row, each seeing itself only, with padding behind. [T, V]."""
     lengths = [len(prompt) for prompt in PROMPTS]
-    rows = [torch.full((n, n), float("-inf")).triu(1) for n in lengths]
-    mask = torch.block_diag(*[row + 1 for row in rows]) - 1
-    blocked = torch.block_diag(*[torch.ones(n, n) for n in lengths]) == 0
-    mask = mask.masked_fill(blocked, float("-inf"))
-    mask = torch.nn.functional.pad(mask, (0, padding, 0, padding), value=0.0)
-    ids = torch.tensor([[*sum(PROMPTS, []), *[0] * padding]])
+    blocks = [*(torch.ones(n, n).tril() for n in lengths), torch.eye(padding)]
+    mask = torch.zeros(sum(lengths) + padding, sum(lengths) + padding)
+    mask = mask.masked_fill(torch.block_diag(*blocks) == 0, float("-inf"))
+    ids = torch.tensor([[token for prompt in [*PROMPTS, [0] * padding] for token in prompt]])
     positions = torch.cat([*map(torch.arange, lengths), torch.zeros(padding)]).long()[None]
     return model(
         ids,

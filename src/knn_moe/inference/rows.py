@@ -80,9 +80,7 @@ class FlatTokens(Rows):
         if isinstance(kept, Tensor):
             return chosen[kept.to(logits.device).long()]
         count = logits.shape[1]
-        return (
-            chosen[-count:] if kept else torch.nn.functional.pad(chosen, (0, count - len(chosen)))
-        )
+        return chosen[-count:] if kept else self.tokens(count, 1, logits.device)
 
     def places(self, device: torch.device) -> Tensor | None:
         """See Rows."""
