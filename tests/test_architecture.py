@@ -19,7 +19,7 @@ ROOT = Path(knn_moe.__file__).parent
 RULE = (
     "errors < support < config, pages < equations < routers, reference < index < memory < recall "
     "< build, explain < inference < adapt < tasks < labels, methods < evaluation "
-    "< report < reproduce, demo, bench, chat < harness, cli"
+    "< report < reproduce, demo, bench, chat, serve < harness, cli"
 )
 LEVEL = {name: level for level, group in enumerate(RULE.split(" < ")) for name in group.split(", ")}
 
@@ -53,6 +53,9 @@ def importers(library: str) -> list[str]:
 @pytest.mark.slow
 def test_a_library_that_may_be_missing_is_imported_in_one_place() -> None:
     assert importers("faiss") == ["index/faiss.py"]
+    assert importers("fastapi") == ["serve/openai_api.py"]
+    assert importers("uvicorn") == ["serve/server.py"]
+    assert importers("prometheus_client") == ["serve/metrics.py"]
     assert importers("peft") == ["methods/lora.py"]
     assert importers("sentence_transformers") == ["methods/embedding.py"]
     kernels = {"index/fast/kernels", "recall/kernels"}

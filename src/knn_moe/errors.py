@@ -17,6 +17,10 @@ KnnMoeError
 ├── DiskFullError            there is less space than a file needs
 ├── CalibrationError         a memory cannot be calibrated on these examples
 ├── PruningError             the cases of a memory cannot be scored
+├── ServeError               the server cannot start, or not take a request
+│   ├── BusyError                too many requests wait
+│   ├── StoppedError             the server is stopping, or has failed
+│   └── UnknownMemoryError       the memory that a request names is not loaded
 ├── MissingDependencyError   an optional package is not installed
 └── AttachError              a memory cannot be attached to a model
     ├── RouterNotCalledError     the model ran without calling an attached router
@@ -92,6 +96,22 @@ class CalibrationError(KnnMoeError):
 
 class PruningError(KnnMoeError):
     """The cases of a memory cannot be scored."""
+
+
+class ServeError(KnnMoeError):
+    """The server cannot start, or not take a request."""
+
+
+class BusyError(ServeError):
+    """Too many requests wait."""
+
+
+class StoppedError(ServeError):
+    """The server is stopping, or has failed."""
+
+
+class UnknownMemoryError(ServeError):
+    """The memory that a request names is not loaded."""
 
 
 class MissingDependencyError(KnnMoeError, ImportError):
