@@ -33,6 +33,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "inspect": "Show what a memory contains.",
     "generate": "Generate text with and without a memory.",
     "chat": "Talk to a model with its memories.",
+    "serve": "Serve a model and its memories to OpenAI's clients.",
     "explain": "Show what a memory recalled for each token, and what changed.",
     "compress": "Make a memory small and fast to search.",
     "prune": "Keep the most useful cases of a memory.",

@@ -166,12 +166,14 @@ class _Manager(ContinuousBatchingManager):
 
     def restore_attention(self) -> None:
         """Give the model the attention back that it had, where the loop never ran."""
-        if self._original_attn_impl is not None:
-            self.model.set_attn_implementation(self._original_attn_impl)
+        original: str | None = self._original_attn_impl
+        if original is not None:
+            self.model.set_attn_implementation(original)
             self._original_attn_impl = None
 
     def _generation_step(self) -> None:
-        with self._batches.step(self.batch_processor.inputs_and_outputs.requests_in_batch):
+        processor: Any = self.batch_processor
+        with self._batches.step(processor.inputs_and_outputs.requests_in_batch):
             super()._generation_step()
 
     def _handle_critical_error(self, error: Exception, batch_processor: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Final
@@ -24,6 +25,7 @@ from knn_moe.errors import (
     UnsupportedModelError,
 )
 from knn_moe.inference.changing import ChangingMemories
+from knn_moe.inference.stats import StatsByMemory
 from knn_moe.inference.streaming import context_length
 from knn_moe.memory.memory import RoutingMemory
 from knn_moe.serve.backend import Backend
@@ -101,6 +103,10 @@ class Engine:
     def counts(self) -> tuple[int, int]:
         """Return how many jobs run, and how many wait."""
         return len(self._running), len(self._waiting)
+
+    def stats(self) -> StatsByMemory:
+        """Return what each memory has done, by layer."""
+        return self.routing.stats()
 
     # What runs the jobs
 
@@ -317,10 +323,8 @@ class Engine:
                 self._end(job, "The server has stopped.")
             self._waiting.clear()
         self._backend.stop(timeout)
-        try:
+        with suppress(KnnMoeError):  # what bypasses a memory was told when it was loaded
             self.routing.detach()
-        except KnnMoeError:
-            pass  # what was bypassed was told when the memory was loaded
 
 
 def _first_line(error: Exception) -> str:

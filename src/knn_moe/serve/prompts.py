@@ -6,7 +6,7 @@ from typing import Any, TypeGuard
 
 from jinja2 import TemplateError
 
-from knn_moe.serve.refusal import Refusal
+from knn_moe.serve.refused import RefusedError
 from knn_moe.serve.requests import Message, Prompt
 
 
@@ -31,7 +31,7 @@ class Encoder:
         """Return the token ids of a text or a conversation, or the ids themselves.
 
         Raises:
-            Refusal: There are no tokens, unknown ones, or the chat template refuses them.
+            RefusedError: There are no tokens, unknown ones, or the chat template refuses them.
         """
         if isinstance(prompt, str):
             ids = self._encode_text(prompt)
@@ -41,12 +41,12 @@ class Encoder:
             ids = [one for one in prompt if isinstance(one, int)]
             wrong = [one for one in ids if not 0 <= one < self._vocabulary]
             if wrong:
-                raise Refusal(
+                raise RefusedError(
                     f"Token ids are from 0 to {self._vocabulary - 1}, got {wrong[0]}.",
                     param="prompt",
                 )
         if not ids:
-            raise Refusal("The prompt has no tokens. Give a longer one.", param="prompt")
+            raise RefusedError("The prompt has no tokens. Give a longer one.", param="prompt")
         return ids
 
     def _encode_text(self, text: str) -> list[int]:
@@ -70,7 +70,7 @@ class Encoder:
                 messages, add_generation_prompt=True, return_dict=True
             )
         except TemplateError as error:
-            raise Refusal(
+            raise RefusedError(
                 f"The model's chat template refuses these messages: {error}.", param="messages"
             ) from None
         ids: list[int] = encoded["input_ids"]

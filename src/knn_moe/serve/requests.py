@@ -6,13 +6,12 @@ Knows JSON values; nothing of tokens.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Final, TypeAlias
 
-from knn_moe.serve.refusal import Refusal
+from knn_moe.serve.refused import RefusedError
 from knn_moe.serve.sampling import Sampling
 from knn_moe.support.characters import half_of_character
 
@@ -87,10 +86,10 @@ def parse_request(body: object, *, chat: bool) -> Asked:
     """Return what the JSON of a request asks.
 
     Raises:
-        Refusal: A field is missing, unknown, unsupported or wrong.
+        RefusedError: A field is missing, unknown, unsupported or wrong.
     """
     if not isinstance(body, dict):
-        raise Refusal("The body of a request is a JSON object.")
+        raise RefusedError("The body of a request is a JSON object.")
     _check_names(body, chat)
     fields = _Fields(body)
     prompts = (_messages(body.get("messages")),) if chat else _prompts(body.get("prompt"))
@@ -115,7 +114,7 @@ def parse_request(body: object, *, chat: bool) -> Asked:
         include_usage=_include_usage(body.get("stream_options"), stream),
     )
     if asked.choices > _MOST_CHOICES:
-        raise Refusal(
+        raise RefusedError(
             f"The request asks for {asked.choices} answers, and {_MOST_CHOICES} is the most.",
             param="n" if asked.n > 1 else "prompt",
         )
@@ -129,12 +128,14 @@ def _check_names(body: Mapping[str, Any], chat: bool) -> None:
             continue
         if name in _NEUTRAL:
             if not any(value == neutral for neutral in _NEUTRAL[name]):
-                raise Refusal(f"This server does not support {name!r}. Leave it out.", param=name)
+                raise RefusedError(
+                    f"This server does not support {name!r}. Leave it out.", param=name
+                )
             continue
         close = get_close_matches(name, known, n=1, cutoff=0.7)
         hint = f" Did you mean {close[0]!r}?" if close else " Leave it out."
         shown = name if len(name) <= 60 else f"{name[:60]}…"
-        raise Refusal(f"Unknown field {shown!r}.{hint}", param=shown)
+        raise RefusedError(f"Unknown field {shown!r}.{hint}", param=shown)
 
 
 class _Fields:
@@ -146,13 +147,13 @@ class _Fields:
     def text(self, name: str) -> str:
         value = self._body.get(name)
         if not isinstance(value, str) or not value:
-            raise Refusal(f"{name!r} must be a text.", param=name)
+            raise RefusedError(f"{name!r} must be a text.", param=name)
         return _whole_text(value, name)
 
     def flag(self, name: str) -> bool:
         value = self._body.get(name)
         if value is not None and not isinstance(value, bool):
-            raise Refusal(f"{name!r} must be true or false.", param=name)
+            raise RefusedError(f"{name!r} must be true or false.", param=name)
         return bool(value)
 
     def whole(self, name: str, least: int, most: int) -> int | None:
@@ -160,7 +161,9 @@ class _Fields:
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise Refusal(f"{name!r} must be a whole number from {least} to {most}.", param=name)
+            raise RefusedError(
+                f"{name!r} must be a whole number from {least} to {most}.", param=name
+            )
         return value
 
     def number(self, name: str, least: float, most: float, usual: float) -> float:
@@ -168,8 +171,8 @@ class _Fields:
         if value is None:
             return usual
         good = isinstance(value, int | float) and not isinstance(value, bool)
-        if not good or not math.isfinite(value) or not least <= value <= most:
-            raise Refusal(f"{name!r} must be a number from {least:g} to {most:g}.", param=name)
+        if not good or not least <= value <= most:  # as with NaN
+            raise RefusedError(f"{name!r} must be a number from {least:g} to {most:g}.", param=name)
         return float(value)
 
 
@@ -178,7 +181,7 @@ def _logprobs(fields: _Fields, chat: bool) -> int | None:
         return fields.whole("logprobs", 0, _MOST_TOP)
     wanted, top = fields.flag("logprobs"), fields.whole("top_logprobs", 0, _MOST_TOP)
     if top and not wanted:
-        raise Refusal("'top_logprobs' needs 'logprobs': true.", param="top_logprobs")
+        raise RefusedError("'top_logprobs' needs 'logprobs': true.", param="top_logprobs")
     return (top or 0) if wanted else None
 
 
@@ -186,9 +189,9 @@ def _stops(value: object) -> tuple[str, ...]:
     texts = [] if value is None else [value] if isinstance(value, str) else value
     good = isinstance(texts, list) and all(isinstance(text, str) and text for text in texts)
     if not good or not isinstance(texts, list):
-        raise Refusal("'stop' must be a text, or a list of texts, none of them empty.", param="stop")
+        raise RefusedError("'stop' must be a text or a list of texts, none empty.", param="stop")
     if len(texts) > _MOST_STOPS or any(len(text) > _LONGEST_STOP for text in texts):
-        raise Refusal(
+        raise RefusedError(
             f"'stop' takes at most {_MOST_STOPS} texts of {_LONGEST_STOP} characters.", param="stop"
         )
     return tuple(_whole_text(text, "stop") for text in texts)
@@ -198,12 +201,12 @@ def _include_usage(value: object, stream: bool) -> bool:
     if value is None:
         return False
     if not isinstance(value, dict):
-        raise Refusal("'stream_options' must be a JSON object.", param="stream_options")
+        raise RefusedError("'stream_options' must be a JSON object.", param="stream_options")
     if not stream:
-        raise Refusal("'stream_options' needs 'stream': true.", param="stream_options")
+        raise RefusedError("'stream_options' needs 'stream': true.", param="stream_options")
     for name in value:
         if name not in ("include_usage", "include_obfuscation"):
-            raise Refusal("Unknown field in 'stream_options'.", param="stream_options")
+            raise RefusedError("Unknown field in 'stream_options'.", param="stream_options")
     return _Fields(value).flag("include_usage")
 
 
@@ -217,7 +220,7 @@ def _prompts(value: object) -> tuple[Prompt, ...]:
         return tuple(_whole_text(one, "prompt") for one in value)
     if isinstance(value, list) and value and all(_are_ids(one) for one in value):
         return tuple(value)
-    raise Refusal(
+    raise RefusedError(
         "'prompt' must be a text or a list of token ids, or a list of texts or of such lists.",
         param="prompt",
     )
@@ -233,20 +236,22 @@ def _are_ids(value: object) -> bool:
 
 def _messages(value: object) -> list[Message]:
     if not isinstance(value, list) or not value:
-        raise Refusal("'messages' must be a list of at least one message.", param="messages")
+        raise RefusedError("'messages' must be a list of at least one message.", param="messages")
     return [_message(one, place) for place, one in enumerate(value)]
 
 
 def _message(value: object, place: int) -> Message:
     where = f"messages[{place}]"
     if not isinstance(value, dict):
-        raise Refusal(f"{where} must be a JSON object.", param=where)
+        raise RefusedError(f"{where} must be a JSON object.", param=where)
     role, content = value.get("role"), value.get("content")
     if role not in _ROLES:
-        raise Refusal(f"The role of {where} must be one of {', '.join(_ROLES)}.", param=where)
+        raise RefusedError(f"The role of {where} must be one of {', '.join(_ROLES)}.", param=where)
     unsupported = [name for name in ("tool_calls", "function_call", "audio") if value.get(name)]
     if unsupported:
-        raise Refusal(f"This server does not support {unsupported[0]!r} in {where}.", param=where)
+        raise RefusedError(
+            f"This server does not support {unsupported[0]!r} in {where}.", param=where
+        )
     if isinstance(content, list):
         parts = [
             part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
@@ -254,14 +259,18 @@ def _message(value: object, place: int) -> Message:
         ]
         texts = [part for part in parts if isinstance(part, str)]
         if len(texts) < len(parts):
-            raise Refusal(f"This server reads text only, and {where} has other parts.", param=where)
+            raise RefusedError(
+                f"This server reads text only, and {where} has other parts.", param=where
+            )
         content = "".join(texts)
     if not isinstance(content, str):
-        raise Refusal(f"The content of {where} must be a text.", param=where)
+        raise RefusedError(f"The content of {where} must be a text.", param=where)
     return {"role": role, "content": _whole_text(content, where)}
 
 
 def _whole_text(text: str, name: str) -> str:
     if half_of_character(text) is not None:
-        raise Refusal(f"{name!r} holds half of a character, which is no Unicode text.", param=name)
+        raise RefusedError(
+            f"{name!r} holds half of a character, which is no Unicode text.", param=name
+        )
     return text

@@ -14,7 +14,6 @@ from knn_moe.serve.sampling import Token
 from knn_moe.support.characters import CharacterStream
 
 
-
 @dataclass(frozen=True)
 class Placed:
     """A token and where its text begins in the answer, in characters."""

@@ -8,7 +8,7 @@ from typing import Any, Final
 _KINDS: Final = {401: "authentication_error", 429: "rate_limit_error"}
 
 
-class Refusal(Exception):  # noqa: N818: its name says what the client gets
+class RefusedError(Exception):
     """A request is not answered.
 
     Args:
