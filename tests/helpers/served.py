@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from openai import OpenAI
@@ -76,10 +77,10 @@ class Served:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def client(self, **options: Any) -> OpenAI:
+    @cached_property
+    def client(self) -> OpenAI:
         """The official client."""
-        usual = {"api_key": "any", "max_retries": 0, "timeout": 60}
-        return OpenAI(base_url=f"{self.url}/v1", **{**usual, **options})
+        return OpenAI(base_url=f"{self.url}/v1", api_key="any", max_retries=0, timeout=60)
 
 
 @contextmanager
@@ -98,9 +99,11 @@ def served(service: Service) -> Iterator[Served]:
     thread = threading.Thread(target=run)
     thread.start()
     drain = ready.get(timeout=60)
+    running = Served(service, port, drain)
     try:
-        yield Served(service, port, drain)
+        yield running
     finally:
+        running.client.close()
         drain()
         thread.join(timeout=60)
         assert not thread.is_alive()

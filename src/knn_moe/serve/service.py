@@ -206,14 +206,15 @@ class Service:
         try:
             wanted = (folder / place).resolve()
             inside = wanted.is_relative_to(folder.resolve()) and wanted != folder.resolve()
+            there = inside and wanted.is_dir()
         except (OSError, ValueError):  # too long, or with a NUL
-            inside = False
+            inside = there = False
         if not inside or Path(place).is_absolute():
             raise RefusedError(
                 f"{place!r} is not a folder inside the one that memories are loaded from.",
                 param="folder",
             )
-        if not wanted.is_dir():
+        if not there:
             raise RefusedError(f"There is no folder {place!r}.", status=404, param="folder")
         _refuse(lambda: self.load(name, RoutingMemory.from_pretrained(wanted)), place, wanted)
 
