@@ -7,11 +7,12 @@ ends it at once.
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
 import threading
-from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 import uvicorn
@@ -67,17 +68,20 @@ def run_server(
         KeyboardInterrupt: Ctrl-C was pressed.
     """
     try:
-        asyncio.run(_serve(service, taken, on_ready))
+        interrupted = asyncio.run(_serve(service, taken, on_ready))
     finally:
         service.engine.stop(_STOP_SECONDS)
         taken.close()
+    if interrupted:
+        raise KeyboardInterrupt
     if service.engine.failure is not None:
         raise ServeError(f"The model stopped running: {service.engine.failure}.")
 
 
 async def _serve(
     service: Service, taken: socket.socket, on_ready: Callable[[Callable[[], None]], None]
-) -> None:
+) -> bool:
+    """Serve, and return whether Ctrl-C ended it."""
     guard = Guard(make_app(service), service.config.api_key, service.metrics.on_refused)
     config = uvicorn.Config(
         guard,
@@ -102,13 +106,20 @@ async def _serve(
     def begin() -> None:
         loop.call_soon_threadsafe(drain.begin)
 
+    def interrupt() -> None:
+        loop.call_soon_threadsafe(server.interrupt)
+
     service.engine.when_failed = end
-    with _on_sigterm(begin):
+    with _handled({signal.SIGTERM: begin, signal.SIGINT: interrupt}):
         await server.serve_when_ready(taken, lambda: on_ready(begin))
+    return server.interrupted
 
 
 class _Server(uvicorn.Server):
     """uvicorn without its signals."""
+
+    interrupted = False
+    _serving: asyncio.Task[None] | None = None
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -116,17 +127,24 @@ class _Server(uvicorn.Server):
 
     async def serve_when_ready(self, taken: socket.socket, on_ready: Callable[[], None]) -> None:
         """Serve on a socket, and say when that has begun."""
-        serving = asyncio.ensure_future(self.serve([taken]))
+        serving = self._serving = asyncio.ensure_future(self.serve([taken]))
         try:
             while not self.started and not serving.done():
                 await asyncio.sleep(0.01)
             if self.started:
                 on_ready()
-            await serving
+            await asyncio.wait([serving])
+            if not self.interrupted:
+                serving.result()
         finally:
             serving.cancel()
-            with suppress(asyncio.CancelledError):
-                await serving
+
+    def interrupt(self) -> None:
+        """End without waiting for anybody. What is cut off is no error."""
+        self.interrupted = True
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        if self._serving is not None:
+            self._serving.cancel()
 
 
 class _Drain:
@@ -159,19 +177,24 @@ class _Drain:
 
 
 @contextmanager
-def _on_sigterm(begin: Callable[[], None]) -> Generator[None]:
-    """Call `begin` at SIGTERM.
+def _handled(handlers: Mapping[signal.Signals, Callable[[], None]]) -> Generator[None]:
+    """Call functions at signals.
 
-    Not by the loop's own handlers: they would take the file that wakes the process at Ctrl-C.
+    Not by the loop's own handlers, which would take the file that wakes the process at Ctrl-C; and
+    no exception is raised, which could come anywhere and be swallowed there.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda number, frame: begin())
+    before = {
+        number: signal.signal(number, lambda number, frame: handlers[signal.Signals(number)]())
+        for number in handlers
+    }
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class _Protocol(H11Protocol):
