@@ -8,7 +8,7 @@ DOCS   := $(VENV)/.docs
 PYTEST := -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-models test-oldest campaign pytest lint types format bench publish docs docs-cli screenshots wheel clean
+.PHONY: help demo serve test test-fast test-models test-oldest campaign pytest lint types format bench publish docs docs-cli screenshots wheel clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -22,6 +22,12 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)  ## build memories for an embedded model, measure them, write demo-out/report.html
 	$(BIN)/knn-moe demo
+
+# The demo's memory, or the same one without the demo's evaluation.
+SERVED := $(if $(wildcard demo-out/calibrated),demo-out/calibrated,demo-memory)
+serve: $(STAMP)  ## serve an embedded model with the demo's memory on http://127.0.0.1:8000 (Ctrl-C ends it)
+	test -d $(SERVED) || $(BIN)/python scripts/demo_memory.py $(SERVED)
+	$(BIN)/knn-moe serve tiny-olmoe --dtype float32 --memory python=$(SERVED)
 
 test: lint types pytest  ## lint, types and tests
 

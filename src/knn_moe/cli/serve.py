@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from knn_moe.serve.service import Service
 
 _KEY: Final = "KNN_MOE_API_KEY"
+_TRANSFORMERS: Final = 5, 22  # whose continuous batching the server uses
 _PROBES: Final = ("The server answers requests.", "A memory belongs to one model, and to no other.")
 
 
@@ -163,6 +164,15 @@ def _check_installed() -> None:
         raise MissingDependencyError(
             f"The server needs {error.name}: pip install 'knn-moe[serve]'."
         ) from None
+    from transformers import __version__
+
+    installed = tuple(int(part) for part in __version__.split(".")[:2])
+    if installed < _TRANSFORMERS:
+        oldest = ".".join(map(str, _TRANSFORMERS))
+        raise MissingDependencyError(
+            f"The server needs transformers {oldest} or newer, and {__version__} is installed: "
+            f"pip install --upgrade transformers."
+        )
 
 
 def _make_service(model: str, options: dict[str, Any]) -> Service:
