@@ -1,6 +1,6 @@
 """Build the demo's calibrated memory, without its evaluation: `make serve` serves it.
 
-    python scripts/demo_memory.py demo-memory
+python scripts/demo_memory.py demo-memory
 """
 
 from __future__ import annotations
