@@ -157,3 +157,11 @@ def test_a_port_that_is_taken() -> None:
         port = taken.getsockname()[1]
         result = run_cli("serve", MODEL, "--port", port)
     assert_refused(result, f"Cannot listen on 127.0.0.1 port {port}: Address already in use")
+
+
+def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.__version__", "5.17.0")
+    result = run_cli("serve", MODEL)
+    assert_refused(result, "needs transformers 5.22 or newer, and 5.17.0 is installed")
+    monkeypatch.setattr("knn_moe.cli.serve.find_spec", lambda name: None)
+    assert_refused(run_cli("serve", MODEL), "pip install 'knn-moe[serve]'")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -156,14 +157,11 @@ def _places(memories: tuple[str, ...]) -> dict[str, str]:
 
 
 def _check_installed() -> None:
-    try:
-        import fastapi  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"The server needs {error.name}: pip install 'knn-moe[serve]'."
-        ) from None
+    for package in ("fastapi", "prometheus_client", "uvicorn"):
+        if find_spec(package) is None:
+            raise MissingDependencyError(
+                f"The server needs {package}: pip install 'knn-moe[serve]'."
+            )
     from transformers import __version__
 
     installed = tuple(int(part) for part in __version__.split(".")[:2])
