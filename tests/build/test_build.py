@@ -39,6 +39,7 @@ from knn_moe.errors import (
     ReferenceSetError,
     UnsupportedModelError,
 )
+from knn_moe.routers.fingerprint import layer_digests
 from knn_moe.routers.grouped_experts import NAME, grouped_experts, use_grouped_experts
 from knn_moe.support.progress import Progress
 
@@ -53,6 +54,16 @@ def test_the_papers_preset(zoo_olmoe: PreTrainedModel, zoo_tokenizer: object) ->
     assert memory.routing == RoutingConfig(k=1, similarity="rbf")
     assert build_memory(zoo_olmoe, zoo_tokenizer, TEXTS).build == memory.build
     assert set(PRESETS) == {"paper"}
+
+
+def test_a_memory_keeps_a_digest_of_each_layer(
+    zoo_olmoe: PreTrainedModel, zoo_memory: RoutingMemory, tmp_path: Path
+) -> None:
+    digests = layer_digests(find_routers(zoo_olmoe))
+    assert zoo_memory.manifest.router_digests == digests
+    zoo_memory.save_pretrained(tmp_path / "memory")
+    opened = RoutingMemory.from_pretrained(tmp_path / "memory")
+    assert opened.manifest.router_digests == digests
 
 
 def test_tables_are_built_as_lists_are(zoo_olmoe: PreTrainedModel, zoo_tokenizer: object) -> None:

@@ -17,6 +17,7 @@ from knn_moe.routers.find import _find_declared, _find_named
 from knn_moe.routers.fingerprint import (
     fingerprint,
     identify,
+    layer_digests,
     matches_sketch,
     sketch_weights,
 )
@@ -110,6 +111,18 @@ def test_the_fingerprint_is_of_the_weights(zoo_olmoe: PreTrainedModel) -> None:
     with torch.no_grad():
         find_routers(zoo_olmoe)[1].weight[0, 0] += 1
     assert identify(zoo_olmoe, find_routers(zoo_olmoe)).fingerprint != own.fingerprint
+
+
+def test_each_layer_has_a_digest_of_its_own(zoo_olmoe: PreTrainedModel) -> None:
+    routers = find_routers(zoo_olmoe)
+    digests = layer_digests(routers)
+    assert list(digests) == [str(router.layer) for router in routers]
+    assert layer_digests(routers[1:]) == {key: digests[key] for key in list(digests)[1:]}
+    assert layer_digests(find_routers(family("olmoe").to(torch.bfloat16))) == digests
+    with torch.no_grad():
+        routers[1].weight[0, 0] += 1
+    changed = layer_digests(routers)
+    assert [key for key in digests if changed[key] != digests[key]] == [str(routers[1].layer)]
 
 
 @pytest.mark.parametrize("built_in", [torch.float32, torch.bfloat16, torch.float16])

@@ -33,7 +33,12 @@ from knn_moe.reference.examples import Example
 from knn_moe.reference.load import Examples, iter_examples
 from knn_moe.reference.windows import Batch, ReferenceTokens, read_tokens
 from knn_moe.routers.find import Router, find_routers
-from knn_moe.routers.fingerprint import identify, identify_tokenizer, sketch_weights
+from knn_moe.routers.fingerprint import (
+    identify,
+    identify_tokenizer,
+    layer_digests,
+    sketch_weights,
+)
 from knn_moe.routers.grouped_experts import use_grouped_experts
 from knn_moe.routers.intercept import find_hook
 from knn_moe.routers.model_state import (
@@ -127,6 +132,7 @@ def build_to(
         build=config,
         routing=config.routing(),
         router_sketch=sketch_weights(routers),
+        router_digests=layer_digests(routers),
     )
     shapes = {
         router.layer: LayerShape(router.hidden_size, router.num_experts, _key_dtype(model))

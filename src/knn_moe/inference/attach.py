@@ -84,7 +84,7 @@ def routers_for(
     """
     if not force:
         check_belongs(model, memory)
-    return _choose_routers(find_routers(model), memory, config)
+    return choose_routers(find_routers(model), memory, config)
 
 
 def make_recall_hook(
@@ -95,18 +95,9 @@ def make_recall_hook(
     selection: Selection | None = None,
 ) -> RecallHook:
     """Make the hook that recalls one layer's memory, on its router's device."""
-    try:
-        recall = _open_recall(router, memory, config)
-        recall.check_values_fit(router.weight.dtype)
-    except torch.OutOfMemoryError:
-        raise AttachError(
-            f"The memory ({memory.nbytes / 1e9:,.1f} GB) does not fit on {router.device} beside "
-            f'the model. Compress it (knn-moe compress), use RoutingConfig(index="fast"), or '
-            f"attach fewer layers with RoutingConfig(layers=…)."
-        ) from None
     return RecallHook(
         router,
-        recall,
+        open_recall(router, memory, config),
         forward_pass,
         count_changes=config.stats,
         selection=selection,
@@ -114,8 +105,26 @@ def make_recall_hook(
     )
 
 
-def _open_recall(router: Router, memory: RoutingMemory, config: RoutingConfig) -> Recall:
-    """Put one layer's memory on its router's device."""
+def open_recall(router: Router, memory: RoutingMemory, config: RoutingConfig) -> Recall:
+    """Put one layer's memory on its router's device.
+
+    Raises:
+        AttachError: It does not fit there.
+        MemoryMismatchError: The router's precision cannot hold its values.
+    """
+    try:
+        recall = _make_recall(router, memory, config)
+        recall.check_values_fit(router.weight.dtype)
+        return recall
+    except torch.OutOfMemoryError:
+        raise AttachError(
+            f"The memory ({memory.nbytes / 1e9:,.1f} GB) does not fit on {router.device} beside "
+            f'the model. Compress it (knn-moe compress), use RoutingConfig(index="fast"), or '
+            f"attach fewer layers with RoutingConfig(layers=…)."
+        ) from None
+
+
+def _make_recall(router: Router, memory: RoutingMemory, config: RoutingConfig) -> Recall:
     device, layer = router.device, memory.layers[router.layer]
     kernels_count = config.stats and device.type == "cuda"
     count_top = router.top_k if kernels_count and chooses_top_logits(router) else 0
@@ -221,7 +230,7 @@ def check_belongs(model: nn.Module, memory: RoutingMemory) -> None:
     check_tokens(model, memory)
 
 
-def _choose_routers(
+def choose_routers(
     routers: list[Router], memory: RoutingMemory, config: RoutingConfig
 ) -> list[Router]:
     """Return the routers of the chosen layers whose routing the memory changes.

@@ -34,6 +34,8 @@ class MemoryManifest:
     random_seed: int | None = None
     # Of the base model's router weights: tells it in every precision. Earlier memories have none.
     router_sketch: RouterSketch | None = None
+    # The fingerprint of each layer's router, by its number. Earlier memories have none.
+    router_digests: Mapping[str, str] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON takes them."""

@@ -2,7 +2,8 @@
 
 A model's fingerprint is a hash of its router weights, rounded to bf16: a checkpoint has the same
 one in float32 and in bf16. float16 rounds otherwise, so a memory also has a sketch of the weights,
-from which the distance to a model's weights can be told.
+from which the distance to a model's weights can be told. Where a process has only some layers of a
+model, each layer's own digest is compared.
 """
 
 from __future__ import annotations
@@ -69,11 +70,29 @@ def fingerprint(routers: list[Router]) -> str:
     """Return the SHA-256 of the routers' shapes and weights; LoRA's weights do not count."""
     digest = hashlib.sha256()
     for router in routers:
-        digest.update(f"{router.layer} {router.num_experts} {router.hidden_size}\n".encode())
-        for weight in _weights(router):
-            values = weight.to("cpu", torch.bfloat16)
-            digest.update(values.contiguous().view(torch.int16).numpy().tobytes())
+        _add_router(digest, router)
     return digest.hexdigest()
+
+
+def layer_digests(routers: list[Router]) -> dict[str, str]:
+    """Return a fingerprint of each router alone, by its layer's number.
+
+    A process that has only some layers of a model recognises it by these.
+    """
+    digests = {}
+    for router in routers:
+        digest = hashlib.sha256()
+        _add_router(digest, router)
+        digests[str(router.layer)] = digest.hexdigest()
+    return digests
+
+
+def _add_router(digest: Any, router: Router) -> None:
+    """Add a router's shape and weights to a digest."""
+    digest.update(f"{router.layer} {router.num_experts} {router.hidden_size}\n".encode())
+    for weight in _weights(router):
+        values = weight.to("cpu", torch.bfloat16)
+        digest.update(values.contiguous().view(torch.int16).numpy().tobytes())
 
 
 def sketch_weights(routers: list[Router]) -> RouterSketch:
