@@ -8,7 +8,7 @@ DOCS   := $(VENV)/.docs
 PYTEST := -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-fast test-models test-oldest campaign pytest lint types format bench publish docs docs-cli screenshots wheel clean
+.PHONY: help demo serve test test-fast test-models test-oldest test-vllm campaign pytest lint types format bench publish docs docs-cli screenshots wheel clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -91,5 +91,19 @@ $(OLD)/.installed: pyproject.toml constraints.txt
 test-oldest: $(OLD)/.installed  ## the tests that touch transformers, on the oldest version allowed
 	$(OLD)/bin/python $(PYTEST) tests/routers tests/inference tests/explain tests/reference tests/tasks/test_likelihood.py tests/test_proof.py tests/test_embedded_models.py
 
+# vLLM pins versions of its own, so its plugin has an environment of its own.
+PLUGIN := integrations/vllm
+VLLM   := .venv-vllm
+$(VLLM)/.installed: pyproject.toml $(PLUGIN)/pyproject.toml $(PLUGIN)/constraints.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install -q --no-deps -r $(PLUGIN)/constraints.txt
+	$(VLLM)/bin/python -m pip install -q --no-deps -e . -e $(PLUGIN)
+	@touch $@
+
+test-vllm: $(VLLM)/.installed  ## the plugin for vLLM, on a CPU: types and tests
+	cd $(PLUGIN) && ../../$(VLLM)/bin/python -m mypy
+	# Each file in a process of its own, two at a time: engines leave traces in theirs.
+	cd $(PLUGIN) && printf '%s\n' tests/test_*.py | xargs -P 2 -n 1 ../../$(VLLM)/bin/python -m pytest -q
+
 clean:  ## remove what make made
-	rm -rf $(VENV) $(OLD) site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(OLD) $(VLLM) site .mypy_cache .ruff_cache .pytest_cache .hypothesis

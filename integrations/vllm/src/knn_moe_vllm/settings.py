@@ -1,0 +1,69 @@
+"""What `--additional-config '{"knn_moe": …}'` says, and what of vLLM cannot be used with it.
+
+Knows vLLM's configuration; nothing of models or memories.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from knn_moe.errors import ConfigError
+
+KEY: Final = "knn_moe"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The plugin's part of the server's configuration."""
+
+    memory: str | None = None  # the folder of the memory of all requests that name none
+
+
+def read_settings(vllm_config: Any) -> Settings | None:
+    """Return the plugin's settings; None: this server does not use it.
+
+    Raises:
+        ConfigError: A name or a value is not known, or vLLM runs in a way that is not supported.
+    """
+    config = vllm_config.additional_config
+    given = config.get(KEY) if isinstance(config, Mapping) else None
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise ConfigError(f'"{KEY}" must be an object such as {{}}, got {given!r}.')
+    unknown = sorted(given.keys() - {"memory"})
+    if unknown:
+        raise ConfigError(f'"{KEY}" has an unknown name {unknown[0]!r}. It may have: memory.')
+    memory = given.get("memory")
+    if memory is not None and not isinstance(memory, str):
+        raise ConfigError(f'"memory" must be the folder of a memory, got {memory!r}.')
+    _check_passes(vllm_config)
+    return Settings(memory)
+
+
+def _check_passes(vllm_config: Any) -> None:
+    """Refuse what gives a router other tokens than those of the batch, or replays a pass."""
+    graphs = getattr(vllm_config.compilation_config.cudagraph_mode, "name", "NONE")
+    if graphs != "NONE":
+        raise ConfigError(
+            f"CUDA graphs (cudagraph_mode={graphs}) would replay one batch's choice of memories on "
+            f"the next. Add --enforce-eager, or -cc.cudagraph_mode=none."
+        )
+    parallel = vllm_config.parallel_config
+    if getattr(parallel, "use_sequence_parallel_moe", False):
+        raise ConfigError(
+            "With sequence-parallel MoE a router sees only a part of each batch, so tokens cannot "
+            "be told to memories. Run without data parallelism or without --enable-expert-parallel."
+        )
+    if getattr(parallel, "use_ubatching", False):
+        raise ConfigError(
+            "With microbatches a router sees only a part of each batch, so tokens cannot be told "
+            "to memories. Leave out --enable-dbo and --ubatch-size."
+        )
+    if getattr(vllm_config.cache_config, "kv_sharing_fast_prefill", False):
+        raise ConfigError(
+            "With fast prefill the last routers see only a part of each batch, so tokens cannot be "
+            "told to memories. Leave out --kv-sharing-fast-prefill."
+        )

@@ -1,0 +1,60 @@
+"""One memory for all requests, uncompiled and compiled; and the plugin installed but unused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from compare import TOLERANCE, Reference, ask, engine, told
+from made import PROMPTS
+
+
+@pytest.mark.parametrize("name", ["A", "C"])
+def test_a_compiled_server_has_one_memory(olmoe: Reference, name: str) -> None:
+    settings = {"knn_moe": {"memory": str(olmoe.memories[name])}}
+    with engine(olmoe.folder, enforce_eager=False, additional_config=settings) as llm:
+        mode = llm.llm_engine.vllm_config.compilation_config.mode
+        answers = ask(llm, PROMPTS, [None] * len(PROMPTS))
+    assert mode.name != "NONE"
+    assert olmoe.largest_error(answers, name) < TOLERANCE
+
+
+def test_requests_that_name_none_use_the_servers_memory(olmoe: Reference) -> None:
+    settings = {"knn_moe": {"memory": str(olmoe.memories["A"])}}
+    asked = [(prompt, name) for prompt in PROMPTS[:12] for name in (None, "B")]
+    with engine(olmoe.folder, enable_lora=True, additional_config=settings) as llm:
+        answers = ask(llm, [prompt for prompt, _ in asked], [olmoe.request(n) for _, n in asked])
+    assert olmoe.largest_error(answers[::2], "A") < TOLERANCE
+    assert olmoe.largest_error(answers[1::2], "B") < TOLERANCE
+
+
+WITHOUT = """
+import json, sys
+from compare import ask, engine, told
+from made import PROMPTS
+
+with engine(sys.argv[1]) as llm:
+    answers = ask(llm, PROMPTS, [None] * len(PROMPTS))
+assert "knn_moe_vllm" not in sys.modules
+print(json.dumps(told(answers)))
+"""
+
+
+def test_installed_but_unused_it_changes_nothing(olmoe: Reference) -> None:
+    """Tokens and log-probabilities are those of a process that does not load the plugin."""
+    process = subprocess.run(
+        [sys.executable, "-c", WITHOUT, str(olmoe.folder)],
+        env={**os.environ, "VLLM_PLUGINS": "none", "PYTHONPATH": str(Path(__file__).parent)},
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stderr
+    expected = json.loads(process.stdout.splitlines()[-1])
+    with engine(olmoe.folder) as llm:
+        answers = ask(llm, PROMPTS, [None] * len(PROMPTS))
+    assert [[list(each) for each in answer] for answer in told(answers)] == expected
