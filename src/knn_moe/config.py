@@ -259,7 +259,7 @@ class CalibrationConfig(HeldOutConfig):
 class DistilConfig(HeldOutConfig):
     """How a memory is distilled to a few prototypes a layer."""
 
-    prototypes: int = 1024  # P, of each layer; at most as many as the memory has cases
+    prototypes: int = 1024  # P, of each layer; at most one to four cases
     # Learning rates to choose among, relative to the spread of a layer's logits and of its keys.
     rates: tuple[float, ...] = (0.03, 0.1, 0.3)
     passes: int = 4  # over the examples, at most

@@ -18,6 +18,7 @@ from knn_moe import (
     Distillation,
     Example,
     HeadConfig,
+    LayerRouting,
     RoutingConfig,
     RoutingMemory,
     attach,
@@ -174,6 +175,49 @@ def test_the_examples_that_judge_have_no_part(
     assert held_out
 
 
+def test_widths_suit_cases_that_the_prototypes_were_not_made_of(
+    olmoe: PreTrainedModel, sayings_memory: RoutingMemory
+) -> None:
+    """Also where there are as many prototypes as could be."""
+    router, keys = find_routers(olmoe)[0], sayings_memory.full_layers()[0].keys.float()
+    seen, unseen = torch.arange(0, len(keys) // 2), torch.arange(len(keys) // 2, len(keys))
+    start = Start.of(router, keys, seen, len(keys))
+    assert len(start.keys) == len(seen) // 4
+    distances = torch.cdist(keys[unseen], start.keys).square()
+    assert 2 < start.gamma * float(distances.amin(dim=1).mean()) < 8
+    reached = (-start.gamma * distances).logsumexp(dim=1).mean() - start.log_threshold
+    assert 1 < float(reached) < 7
+
+
+@pytest.mark.slow
+def test_a_small_memory_gains_with_the_default_number_of_prototypes(
+    olmoe: PreTrainedModel, sayings_memory: RoutingMemory
+) -> None:
+    found = distil(olmoe, sayings_memory, config=replace(QUICK, prototypes=1024))
+    assert found.helps
+    assert all(len(layer) < len(sayings_memory) // 4 for layer in found.layers.values())
+
+
+@pytest.mark.slow
+def test_cases_that_the_examples_chose_are_refused(
+    olmoe: PreTrainedModel, sayings_memory: RoutingMemory
+) -> None:
+    with pytest.raises(CalibrationError, match="pruned by what its own examples gained"):
+        distil(olmoe, prune(olmoe, sayings_memory, 0.5), config=QUICK)
+    assert distil(olmoe, prune(olmoe, sayings_memory, 0.5, by="chance"), config=QUICK).helps
+    bare = replace(sayings_memory.build, loss="completion")
+    manifest = replace(sayings_memory.manifest, build=bare)
+    with pytest.raises(CalibrationError, match="Give its examples"):
+        distil(olmoe, replace(sayings_memory, manifest=manifest), config=QUICK)
+
+
+def test_it_is_applied_to_its_own_memory_alone(
+    distillation: Distillation, sayings_memory: RoutingMemory
+) -> None:
+    with pytest.raises(MemoryMismatchError, match="not the memory that was distilled"):
+        distillation.apply(sayings_memory.subset(torch.arange(5)))
+
+
 @pytest.mark.slow
 def test_prototypes_that_cannot_help_are_turned_off(
     olmoe: PreTrainedModel, zoo_tokenizer: PreTrainedTokenizerFast
@@ -246,6 +290,7 @@ def test_what_needs_the_cases_is_refused(
         RoutingConfig(gamma_scale=2.0),
         RoutingConfig(similarity="cosine"),
         RoutingConfig(index="fast"),
+        RoutingConfig(per_layer=(LayerRouting(layer=0, gamma_scale=2.0),)),
     ):
         with pytest.raises(ConfigError, match="its own widths and searches nothing"):
             attach(olmoe, small, config)
@@ -277,8 +322,7 @@ def test_questions_are_learned_by_the_choice(
     olmoe: PreTrainedModel, zoo_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     examples = [
-        Example(f"{3 + at % 7} {4 + at % 5}", " 20", distractors=(" 40", " 41"))
-        for at in range(105)
+        Example(f"{3 + at} {4 + at % 5}", " 20", distractors=(" 40", " 41")) for at in range(105)
     ]
     _, found = build_distilled(olmoe, zoo_tokenizer, examples, BUILD, replace(QUICK, passes=8))
     assert found.by_choices
@@ -317,6 +361,7 @@ def test_the_commands(
         ("--distil --calibrate", "contradict each other"),
         ("--prototypes 8", "Add --distil"),
         ("--distil --resume", "no part of a build that could be continued"),
+        ("--distil --loss all", "--loss all was given"),
         ("--distil --steps 3", "--distil chooses steps itself"),
         ("--distil --append MEMORY", "--append and --distil cannot be combined"),
         ("--distil --prototypes 0", "prototypes must be a whole number of at least 1, got 0"),

@@ -171,6 +171,7 @@ def test_memory_is_plotted_where_it_was_measured(tmp_path: Path) -> None:
         (("--shape", "small", "--layers", 7), "layers must be 1 to 6 for small, got 7."),
         (("--shape", "small", "--grow", 7), "--grow has an effect only without --shape."),
         (("--layers", 1), "--layers has an effect only with --shape."),
+        ((*MODEL, "--prototypes", 501), "500 keys has no 501 prototypes"),
         (("--prototypes", 64), "--prototypes has an effect only with --shape."),
         (("--no-compile",), "--no-compile has an effect only with --shape."),
         (("--keys", 0), "0 is not in the range"),

@@ -64,7 +64,7 @@ def test_with_too_few_examples_the_papers_preset_is_used_and_a_note_says_so(
     assert knn.method.facts()["build"]["learning_rate"] == 0.02
     assert again.method.name == "knn"
     (note,) = context.notes
-    assert note.startswith("kNN-MoE uses the preset 'paper' on numbers: Calibration needs 24")
+    assert note.startswith("kNN-MoE uses the preset 'paper' on numbers: 24 different examples")
     with pytest.raises(ReferenceSetError, match=r"at least 24 reference rows, .* have 3 of num"):
         prepare("knn-calibrated", context)
 

@@ -50,6 +50,12 @@ class StepBench:
         depth = SHAPES.find(self.shape).depth
         if self.layers is not None and not 1 <= self.layers <= depth:
             raise ConfigError(f"layers must be 1 to {depth} for {self.shape}, got {self.layers}.")
+        for use in self.uses:
+            if (use.prototypes or 0) > self.keys:
+                raise ConfigError(
+                    f"A memory of {self.keys:,} keys has no {use.prototypes:,} prototypes. Give "
+                    f"fewer --prototypes, or more --keys."
+                )
         for name in ("keys", "prefill"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}.")

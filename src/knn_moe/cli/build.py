@@ -139,7 +139,7 @@ def command(model: str, reference: Path, output: Path, as_json: bool, **options:
     _check_combination(options)
     earlier = None if options["append"] is None else _open_appendable(options["append"])
     config = _build_config(options, earlier)
-    _check_output(output, overwrite=options["overwrite"], resume=options["resume"])
+    _check_output(output, options)
     examples = open_reference(reference, options)
     network, tokenizer = load_model(model, options["device"], options["dtype"])
     inputs = (network, tokenizer, examples, config)
@@ -222,6 +222,11 @@ def _check_combination(options: Mapping[str, Any]) -> None:
             "--distil keeps no part of a build that could be continued. Leave out --resume, or "
             "build first and run knn-moe distil afterwards."
         )
+    if options["distil"] and options["loss"] is not None:
+        raise click.UsageError(
+            f"--distil learns completions where there are prompts, and all tokens otherwise, but "
+            f"--loss {options['loss']} was given. Leave it out."
+        )
     for name, value in pick_given(options, "steps", "learning_rate", "gradient").items():
         raise click.UsageError(
             f"--{way} chooses {name} itself, but {value} was given. Leave one out, or build "
@@ -292,19 +297,19 @@ def _append(earlier: RoutingMemory, inputs: Inputs, output: Path, overwrite: boo
     return whole
 
 
-def _check_output(output: Path, *, overwrite: bool, resume: bool) -> None:
+def _check_output(output: Path, options: Mapping[str, Any]) -> None:
     """Refuse an output folder that is occupied, before the model is loaded."""
     from knn_moe.build.workspace import discard, partial_folder, refuse_strangers
     from knn_moe.memory.files import refuse_existing
 
-    partial = partial_folder(output)
-    if partial.is_dir() and not resume:
+    partial, overwrite = partial_folder(output), options["overwrite"]
+    if partial.is_dir() and not options["resume"]:
         refuse_strangers(partial)
         if not overwrite:
-            raise BuildError(
-                f"{str(partial)!r} contains an unfinished build. Use --resume to continue it, or "
-                f"--overwrite to start again."
-            )
+            ways = "Use --resume to continue it, or --overwrite to start again."
+            if options["distil"]:
+                ways = "Use --overwrite to discard it."
+            raise BuildError(f"{str(partial)!r} contains an unfinished build. {ways}")
         refuse_existing(output, overwrite=True)
         discard(output)
     if not partial.exists():

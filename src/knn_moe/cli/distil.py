@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 @click.option(
     "--prototypes",
     type=int,
-    help="Learn this many prototypes (P) for each layer. Default: 1024.",
+    help="Learn this many prototypes (P) for each layer, but at most one to four cases. Default: "
+    "1024.",
 )
 @click.option(
     "--rate",

@@ -169,7 +169,7 @@ def _check_installed() -> None:
         oldest = ".".join(map(str, _TRANSFORMERS))
         raise MissingDependencyError(
             f"The server needs transformers {oldest} or newer, and {__version__} is installed: "
-            f"pip install --upgrade transformers."
+            f"pip install 'transformers>={oldest}'."
         )
 
 

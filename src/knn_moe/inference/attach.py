@@ -117,10 +117,12 @@ def open_recall(router: Router, memory: RoutingMemory, config: RoutingConfig) ->
         recall.check_values_fit(router.weight.dtype)
         return recall
     except torch.OutOfMemoryError:
+        ways = 'Compress it (knn-moe compress), use RoutingConfig(index="fast"), or attach'
+        if memory.distilled:
+            ways = "Distil to fewer prototypes, or attach"
         raise AttachError(
             f"The memory ({memory.nbytes / 1e9:,.1f} GB) does not fit on {router.device} beside "
-            f'the model. Compress it (knn-moe compress), use RoutingConfig(index="fast"), or '
-            f"attach fewer layers with RoutingConfig(layers=…)."
+            f"the model. {ways} fewer layers with RoutingConfig(layers=…)."
         ) from None
 
 

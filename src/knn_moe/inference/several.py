@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final
@@ -151,7 +151,8 @@ class Memories(Handle):
             slots = list(by_name), hooks[0].router.device
             if slots not in self._slots:
                 self._slots.append(slots)
-            together = RecalledTogether(hooks, self._pass, self._slots.index(slots))
+            with suppress(torch.OutOfMemoryError):  # without room, one after the other
+                together = RecalledTogether(hooks, self._pass, self._slots.index(slots))
         return HookStack(hooks[0].router, hooks, self._pass, together)
 
     def recall_hooks(self) -> list[RecallHook]:

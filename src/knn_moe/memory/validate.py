@@ -109,8 +109,10 @@ def _check_entry(entry: Mapping[str, Any]) -> None:
     _check_gamma(told.gamma, where)
     if told.layer < 0:
         raise MemoryFormatError(f"{where} has a negative number.")
-    if isinstance(told, _Distilled) and (told.prototypes < 1 or abs(told.log_threshold) > LARGEST):
-        raise MemoryFormatError(f"{where} has no prototypes, or a threshold beyond {LARGEST:g}.")
+    if isinstance(told, _Distilled) and not (
+        told.prototypes >= 1 and abs(told.log_threshold) <= LARGEST
+    ):
+        raise MemoryFormatError(f"{where} has no prototypes, or no finite threshold.")
     if isinstance(told, _Compressed):
         hidden, experts, dtype = told.shape
         if told.index.kind == "exact" or told.similarity not in SIMILARITIES:

@@ -86,7 +86,10 @@ class DistilledRecall(nn.Module):
             "updates": layer.updates.to(device).contiguous(),
             "cases": layer.cases.to(device),
             "uncounted": torch.zeros(4, dtype=torch.int64, device=device),
-            **{name: torch.tensor(value, device=device) for name, value in numbers.items()},
+            **{
+                name: torch.tensor(value, dtype=torch.float32, device=device)
+                for name, value in numbers.items()
+            },
         }
         for name, tensor in buffers.items():
             self.register_buffer(name, tensor, persistent=False)
@@ -119,8 +122,14 @@ class DistilledRecall(nn.Module):
             self.fused = FusedPrototypes(tensors, self.fused.top)
 
     def check_values_fit(self, dtype: torch.dtype) -> None:
-        """Raise MemoryMismatchError if updates are beyond the router's own `dtype`."""
-        largest = float(self.updates.abs().amax())
+        """Raise MemoryMismatchError if updates may be beyond the router's own `dtype`."""
+        experts = self.updates.shape[1]
+        linear, keys = (
+            part.float().norm(dim=-1).amax()
+            for part in (self.factors[:experts], self.factors[experts:])
+        )
+        # Of inputs as far from zero as the prototypes are.
+        largest = float(self.updates.abs().amax() + linear * (keys + self.centre.norm()))
         if dtype == torch.float16 and largest > torch.finfo(dtype).max:
             raise MemoryMismatchError(
                 f"The memory has updates up to {largest:g}, which float16 cannot hold. Load the "
@@ -188,9 +197,12 @@ class DistilledRecall(nn.Module):
 def check_use(config: RoutingConfig) -> None:
     """Raise ConfigError if `config` asks for what a distilled memory does not have."""
     usual = RoutingConfig()
-    for name in ("similarity", "gamma", "gamma_scale", "confidence_scale", "index"):
-        value = getattr(config, name)
-        if value != getattr(usual, name):
+    names = ("similarity", "gamma", "gamma_scale", "confidence_scale", "index")
+    asked = [(name, getattr(config, name), getattr(usual, name)) for name in names]
+    for layer in config.per_layer:
+        asked += [(name, getattr(layer, name), 1.0) for name in ("gamma_scale", "confidence_scale")]
+    for name, value, expected in asked:
+        if value != expected:
             raise ConfigError(
                 f"A distilled memory has its own widths and searches nothing, so {name}={value} "
                 f"has no effect on it. Leave it out, or use the memory that it was distilled from."

@@ -70,9 +70,9 @@ def split(reference: ReferenceTokens, config: HeldOutConfig) -> Splits:
     examples = owner.unique()
     if len(examples) < LEAST_EXAMPLES:
         raise CalibrationError(
-            f"Calibration needs {LEAST_EXAMPLES} different examples to fit, choose and judge by; "
-            f"there are {len(examples)}. Add examples, or use the paper's settings: "
-            f"knn-moe build without --calibrate, or build_memory in Python."
+            f"{LEAST_EXAMPLES} different examples are needed to fit, choose and judge by; there "
+            f"are {len(examples)}. Add examples, or use the paper's settings: knn-moe build "
+            f"without --calibrate or --distil, or build_memory in Python."
         )
     generator = torch.Generator().manual_seed(config.seed)
     order = torch.randperm(len(examples), generator=generator)
@@ -101,7 +101,7 @@ def _draw(
         raise CalibrationError(
             f"Each part of the reference set needs {_LEAST_JUDGED} examples with a token to "
             f"predict, and one has {len(owner.unique())}. Use more or longer examples, hold out "
-            f"less, or use the paper's settings: knn-moe build without --calibrate."
+            f"less, or use the paper's settings: knn-moe build without --calibrate or --distil."
         )
     windows = windows[_count_earlier(owner).argsort(stable=True)]
     return Part(reference, windows.tolist()).first(most_tokens)

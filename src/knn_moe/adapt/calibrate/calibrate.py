@@ -28,7 +28,7 @@ from knn_moe.adapt.calibrate.search import Search, no_finite_loss
 from knn_moe.adapt.calibrate.trials import Calibrator
 from knn_moe.adapt.calibrate.widths import DivergedError
 from knn_moe.build.build import choice_tokens
-from knn_moe.config import CalibrationConfig
+from knn_moe.config import BuildConfig, CalibrationConfig
 from knn_moe.errors import CalibrationError, ConfigError
 from knn_moe.inference.arguments import MemoryLike, check_model, open_memory
 from knn_moe.inference.attach import check_belongs
@@ -93,7 +93,8 @@ def calibrate(
     check_free(model)
     if not force:
         check_belongs(model, memory)
-    reference = _read_reference(model, memory, examples, tokenizer)
+    reference = read_reference(model, memory, examples, tokenizer, memory.build)
+    _check_unseen(memory, reference)
     with learning_on(model, out_of_memory_advice(memory, config)):
         calibrator = Calibrator(model, memory, reference, config, on_progress)
         search = Search(calibrator)
@@ -139,22 +140,29 @@ def conclude(search: Search, started: float) -> Calibration:
     )
 
 
-def _read_reference(
-    model: nn.Module, memory: RoutingMemory, examples: Examples | None, tokenizer: Any
+def read_reference(
+    model: nn.Module,
+    memory: RoutingMemory,
+    examples: Examples | None,
+    tokenizer: Any,
+    build: BuildConfig,
 ) -> ReferenceTokens:
+    """Return the tokens to learn from: of the examples as `build` reads them, or the memory's own.
+
+    Raises:
+        CalibrationError: The memory does not say where the completions begin that it was built for.
+        ConfigError: There is no tokenizer to read the examples.
+    """
     if examples is None:
         if memory.build.tokens == "all" and memory.build.loss == "completion":
             raise CalibrationError(
                 f"{memory!r} was built for its completions, and does not say where they begin. "
                 f"Give its examples."
             )
-        reference = memory.reference_tokens()
-    elif tokenizer is None:
-        raise ConfigError("calibrate needs the tokenizer to read examples: pass tokenizer=….")
-    else:
-        reference = choice_tokens(model, tokenizer, list(iter_examples(examples)), memory.build)
-    _check_unseen(memory, reference)
-    return reference
+        return memory.reference_tokens()
+    if tokenizer is None:
+        raise ConfigError("The tokenizer is needed to read examples: pass tokenizer=….")
+    return choice_tokens(model, tokenizer, list(iter_examples(examples)), build)
 
 
 def _check_unseen(memory: RoutingMemory, reference: ReferenceTokens) -> None:

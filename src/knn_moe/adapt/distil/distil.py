@@ -14,24 +14,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from knn_moe.adapt.calibrate.build_calibrated import find_gradient
-from knn_moe.adapt.calibrate.calibrate import learning_on
+from knn_moe.adapt.calibrate.calibrate import learning_on, read_reference
 from knn_moe.adapt.calibrate.result import TrialSummary
-from knn_moe.adapt.calibrate.search import climb, no_finite_loss
+from knn_moe.adapt.calibrate.search import climb
 from knn_moe.adapt.calibrate.widths import DivergedError
 from knn_moe.adapt.distil.result import Distillation
 from knn_moe.adapt.distil.trials import Distiller, Trial
 from knn_moe.build.build import build_memory, choice_tokens
 from knn_moe.config import BuildConfig, DistilConfig
-from knn_moe.errors import CalibrationError, ConfigError
+from knn_moe.errors import CalibrationError
 from knn_moe.inference.arguments import MemoryLike, check_model, open_memory
 from knn_moe.inference.attach import check_belongs
 from knn_moe.inference.handle import check_free
 from knn_moe.memory.files import refuse_existing
+from knn_moe.memory.manifest import BY_CHANCE
 from knn_moe.memory.memory import RoutingMemory
 from knn_moe.reference.load import Examples, iter_examples
+from knn_moe.reference.provenance import owners
 from knn_moe.reference.splits import split
 from knn_moe.reference.windows import ReferenceTokens
 from knn_moe.routers.model_state import uncompiled
@@ -58,7 +61,8 @@ def distil(
         model: The model that the memory was built for.
         memory: A memory with keys, or the folder or hub id of one.
         examples: The reference set the memory was built from, or others of its kind. None: the
-            memory's own tokens. Never give test data: what is reported would be what was learned.
+            memory's own tokens, without regard to where completions begin. Never give test data:
+            what is reported would be what was learned.
         config: How many prototypes, and how they are learned.
         tokenizer: Reads `examples`.
         force: As in `attach`.
@@ -84,7 +88,9 @@ def distil(
     check_free(model)
     if not force:
         check_belongs(model, memory)
-    reference = _read_reference(model, memory, examples, tokenizer)
+    learned = replace(memory.build, loss="completion")
+    reference = read_reference(model, memory, examples, tokenizer, learned)
+    _check_pruned(memory, reference)
     with learning_on(model, _advice(memory, config)):
         gradient = find_gradient(model, reference)
         distiller = Distiller(model, memory, reference, config, gradient, on_progress)
@@ -125,7 +131,8 @@ def build_distilled(
         refuse_existing(Path(folder), overwrite=overwrite)
     listed, config = list(iter_examples(examples)), config or BuildConfig()
     distillation = distillation or DistilConfig()
-    split(_learned_tokens(model, tokenizer, listed, config), distillation)  # too few: refused now
+    learned = choice_tokens(model, tokenizer, listed, replace(config, loss="completion"))
+    split(learned, distillation)  # too few examples are refused now
     # Prototypes learn by themselves which way to go: the cases need no direction.
     config = replace(config, steps=0)
     whole = build_memory(model, tokenizer, listed, config, on_progress=on_progress)
@@ -152,13 +159,13 @@ def _search(distiller: Distiller, started: float) -> Distillation:
 
     climb(sorted(distiller.config.rates), loss_at)
     if not found:
-        raise no_finite_loss()
+        raise _no_finite_loss()
     best = min(found.values(), key=lambda trial: trial.judgement.loss)
     try:
         best = distiller.turn_off_layers(best)
         judged = distiller.judge_unseen(best)
     except DivergedError:
-        raise no_finite_loss() from None
+        raise _no_finite_loss() from None
     off = replace(best, off=frozenset(best.layers))
     last = distiller.train_on_all(best) if judged.better else off
     return Distillation(
@@ -173,21 +180,23 @@ def _search(distiller: Distiller, started: float) -> Distillation:
     )
 
 
-def _read_reference(
-    model: nn.Module, memory: RoutingMemory, examples: Examples | None, tokenizer: Any
-) -> ReferenceTokens:
-    if examples is None:
-        return memory.reference_tokens()
-    if tokenizer is None:
-        raise ConfigError("distil needs the tokenizer to read examples: pass tokenizer=….")
-    return _learned_tokens(model, tokenizer, list(iter_examples(examples)), memory.build)
+def _no_finite_loss() -> CalibrationError:
+    return CalibrationError(
+        "No prototypes gave the model a finite loss: they or the model may overflow. Try smaller "
+        "rates (--rate), or another dtype."
+    )
 
 
-def _learned_tokens(
-    model: nn.Module, tokenizer: Any, examples: list[Any], config: BuildConfig
-) -> ReferenceTokens:
-    """Return the tokens of examples, of which the completions are learned."""
-    return choice_tokens(model, tokenizer, examples, replace(config, loss="completion"))
+def _check_pruned(memory: RoutingMemory, reference: ReferenceTokens) -> None:
+    """Raise CalibrationError if examples that are to judge chose the memory's cases."""
+    pruned = memory.manifest.pruned
+    if pruned is None or pruned["score"] == BY_CHANCE:
+        return
+    if torch.isin(reference.owners, owners(memory.provenance)).any():
+        raise CalibrationError(
+            f"{memory!r} was pruned by what its own examples gained from it, so they cannot judge "
+            f"what is distilled from it. Distil the memory as it was built, or give other examples."
+        )
 
 
 def _advice(memory: RoutingMemory, config: DistilConfig) -> str:

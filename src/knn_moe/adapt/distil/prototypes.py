@@ -28,6 +28,8 @@ from knn_moe.routers.find import Router
 from knn_moe.routers.own_logits import compute_own_logits
 
 _SAMPLE: Final = 32  # cases per prototype that show where to start
+_LEAST_CASES: Final = 4  # per prototype: with fewer, there are fewer prototypes
+_MEASURED: Final = 2048  # cases whose similarity is measured
 # At the start, how narrow a prototype is: γ d² of the typical distance to the nearest one; and how
 # surely the memory is used: log of the typical similarity over the router's own.
 _NARROW, _SURE = 4.0, 4.0
@@ -54,27 +56,39 @@ class Start:
     def of(router: Router, keys: Tensor, allowed: Tensor, prototypes: int) -> Start:
         """Find the places where a layer's keys are dense.
 
-        Shapes: keys [M, d], possibly a mapped file; allowed [n] int64, the cases to look at.
+        Shapes: keys [M, d], possibly a mapped file; allowed [n] int64, ascending, the cases to look
+        at.
         """
-        count = min(prototypes, len(allowed))
+        count = max(min(prototypes, len(allowed) // _LEAST_CASES), 1)
         rows = allowed[spread_evenly(count * _SAMPLE, len(allowed))]
         sample = keys[rows].to(router.device)
         own = compute_own_logits(router, sample)
         sample = sample.float()
-        centres = k_means(sample, count)
-        nearest = (sample - centres[nearest_centre(sample, centres)]).square().sum(dim=-1).mean()
-        gamma = _NARROW / max(float(nearest), 1e-12)
-        few = sample[spread_evenly(2048, len(sample), sample.device)]
-        reached = rbf(_squared_distances(few, centres), torch.tensor(gamma)).logsumexp(dim=-1)
+        gamma, reached = _measure_widths(sample, count)
         return Start(
             router=router,
-            keys=centres,
+            keys=k_means(sample, count),
             gamma=gamma,
-            log_threshold=float(reached.mean()) - _SURE,
+            log_threshold=reached - _SURE,
             logit_spread=float((own - own.mean(dim=-1, keepdim=True)).square().mean().sqrt()),
             key_spread=float(sample.std(dim=0, correction=0).mean()),
             key_length=max(float(sample.abs().sum(dim=-1).mean()), 1e-12),
         )
+
+
+def _measure_widths(sample: Tensor, count: int) -> tuple[float, float]:
+    """Return γ, and the mean log similarity that inputs then reach.
+
+    Both are those of other texts than the centres were made of: of the later half of the cases, by
+    centres of the earlier half. Shapes: sample [n, d], in the order of the examples.
+    """
+    seen, unseen = sample[: -(-len(sample) // 2)], sample[len(sample) // 2 :]
+    centres = k_means(seen, min(count, len(seen)))
+    nearest = (unseen - centres[nearest_centre(unseen, centres)]).square().sum(dim=-1).mean()
+    gamma = _NARROW / max(float(nearest), 1e-12)
+    few = unseen[spread_evenly(_MEASURED, len(unseen), unseen.device)]
+    distances = _squared_distances(few, centres)
+    return gamma, float(rbf(distances, torch.tensor(gamma)).logsumexp(dim=-1).mean())
 
 
 class Prototypes(nn.Module):

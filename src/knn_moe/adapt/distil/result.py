@@ -9,6 +9,7 @@ from typing import Any
 from knn_moe.adapt.calibrate.judge import Judgement
 from knn_moe.adapt.calibrate.result import TrialSummary
 from knn_moe.config import RoutingConfig
+from knn_moe.errors import MemoryMismatchError
 from knn_moe.memory.distilled import DistilledLayer
 from knn_moe.memory.memory import RoutingMemory
 
@@ -53,7 +54,15 @@ class Distillation:
         }
 
     def apply(self, memory: RoutingMemory) -> RoutingMemory:
-        """Return the distilled form of `memory`. It has no head."""
+        """Return the distilled form of `memory`, which must be the one that was distilled. It has
+        no head.
+
+        Raises:
+            MemoryMismatchError: It is another one.
+        """
+        last = max(int(layer.cases.max()) for layer in self.layers.values())
+        if last >= len(memory) or memory.layers.keys() < self.layers.keys():
+            raise MemoryMismatchError(f"{memory!r} is not the memory that was distilled.")
         manifest = replace(
             memory.manifest,
             routing=self.routing,
@@ -62,5 +71,10 @@ class Distillation:
             random_seed=None,
         )
         return replace(
-            memory, layers=dict(self.layers), manifest=manifest, folder=None, head_keys=None
+            memory,
+            layers=dict(self.layers),
+            manifest=manifest,
+            folder=None,
+            head_keys=None,
+            _holds=None,
         )

@@ -17,6 +17,7 @@ from knn_moe.adapt.calibrate.widths import DivergedError
 from knn_moe.adapt.distil.prototypes import JudgedPrototypes, Start, nearest_cases
 from knn_moe.adapt.distil.training import Training
 from knn_moe.config import DistilConfig, LayerRouting, RoutingConfig
+from knn_moe.errors import CalibrationError
 from knn_moe.inference.attach import routers_for
 from knn_moe.memory.distilled import DistilledLayer
 from knn_moe.memory.memory import RoutingMemory
@@ -113,31 +114,33 @@ class Distiller:
         ).unique()
         seen = torch.isin(owners(provenance), held_out)[provenance.window]
         rows = (~seen).nonzero().flatten()
-        return rows if len(rows) else torch.arange(len(provenance))
+        if not len(rows):
+            raise CalibrationError(
+                f"All cases of {self.memory!r} are of examples that are held out to judge by. "
+                f"Distil a memory of more examples."
+            )
+        return rows
 
     def _begin(self, cases: torch.Tensor) -> list[Start]:
-        full = self.memory.full_layers()
-        count = self.config.prototypes
+        full, count = self.memory.full_layers(), self.config.prototypes
         return [Start.of(router, full[router.layer].keys, cases, count) for router in self.routers]
 
     def try_rate(self, rate: float) -> Trial | None:
         """Train at a rate, and return the best of its passes. None: it diverged.
 
-        A pass later than the best one is made, to see that it is no better.
+        Two passes in a row that are no better than the best end it.
         """
         best: Trial | None = None
-        for trial in self._train(self.starts, self.batches, rate, f"rate {rate:g}"):
+        for trial in self._train(rate):
             if best is None or trial.judgement.loss < best.judgement.loss:
                 best = trial
             elif trial.passes > best.passes + 1:
                 break
         return best
 
-    def _train(
-        self, starts: Sequence[Start], batches: Sequence[Batch], rate: float, name: str
-    ) -> Iterator[Trial]:
+    def _train(self, rate: float) -> Iterator[Trial]:
         """Yield the prototypes after each pass, until they diverge."""
-        training = self._training(starts, batches, rate)
+        training, name = self._training(self.batches, rate), f"rate {rate:g}"
         step = self.counter.steps_of(name)
         for done in range(1, self.config.passes + 1):
             with self.clock.measure(name):
@@ -146,63 +149,78 @@ class Distiller:
             try:
                 if layers is None:
                     return
-                judged = self.judge(layers, self.choosing)
+                judged = self._judge(self._open(layers), self.choosing)
             except DivergedError:
                 return
             yield Trial(rate, done, layers, judged)
 
-    def _training(self, starts: Sequence[Start], batches: Sequence[Batch], rate: float) -> Training:
+    def _training(self, batches: Sequence[Batch], rate: float) -> Training:
         dtype = next(iter(self.memory.layers.values())).shape.dtype
-        return Training(self.model, starts, dtype, batches, self.config.passes, rate, self.gradient)
+        return Training(
+            self.model, self.starts, dtype, batches, self.config.passes, rate, self.gradient
+        )
 
-    def judge(
+    def _open(self, layers: Mapping[int, DistilledLayer]) -> dict[int, DistilledRecall]:
+        """Put layers on their routers' devices, as they are used."""
+        config = RoutingConfig(k=1)
+        return {
+            router.layer: DistilledRecall(layers[router.layer], config, 1.0, router.device)
+            for router in self.routers
+        }
+
+    def _judge(
         self,
-        layers: Mapping[int, DistilledLayer],
+        recalls: Mapping[int, DistilledRecall],
         baseline: Baseline,
         off: frozenset[int] = frozenset(),
     ) -> Judgement:
-        """Compare the model that recalls `layers`, but those that are `off`, with itself alone.
+        """Compare the model that recalls layers, but those that are `off`, with itself alone.
 
         Raises:
             DivergedError: The losses are not finite.
         """
-        config = RoutingConfig(k=1)
-        recalls = [
-            JudgedPrototypes(
-                router, DistilledRecall(layers[router.layer], config, 1.0, router.device)
-            )
+        judged = [
+            JudgedPrototypes(router, recalls[router.layer])
             for router in self.routers
             if router.layer not in off
         ]
         with self.clock.measure("judged"):
-            return judge_recalls(self.model, recalls, baseline)
+            return judge_recalls(self.model, judged, baseline)
 
     def turn_off_layers(self, trial: Trial) -> Trial:
         """Leave those layers to the router without which the loss is no higher, one by one."""
+        recalls = self._open(trial.layers)
         for index in trial.layers:
             off = trial.off | {index}
             if len(off) == len(trial.layers):
                 break
-            judged = self.judge(trial.layers, self.choosing, off)
+            judged = self._judge(recalls, self.choosing, off)
             if judged.loss <= trial.judgement.loss:
                 trial = replace(trial, off=off, judgement=judged)
         return trial
 
     def judge_unseen(self, trial: Trial) -> Judgement:
         """Judge a trial on examples that had no part in anything before."""
-        return self.judge(trial.layers, self._read_alone(self.splits.judge), trial.off)
+        return self._judge(self._open(trial.layers), self._read_alone(self.splits.judge), trial.off)
 
     def train_on_all(self, trial: Trial) -> Trial:
-        """Train as `trial` was trained, on the held-out examples as well."""
+        """Train as `trial` was trained, from the same start, on the held-out examples as well.
+
+        The trial itself is returned where this does not lower the loss that it learned from.
+        """
         batches = [*self.batches, *self._cut(self.splits.held_out)]
-        starts = self._begin(torch.arange(len(self.memory)))
-        training = self._training(starts, batches, trial.rate)
+        training = self._training(batches, trial.rate)
         step = self.counter.steps_of(_ALL)
         with self.clock.measure(_ALL):
             for _ in range(trial.passes):
                 training.run_pass(step)
             layers = training.read()
-        return trial if layers is None else replace(trial, layers=layers)
+        try:
+            judged = layers and self._judge(self._open(layers), self.choosing, trial.off)
+        except DivergedError:
+            return trial
+        worked = layers and judged and judged.loss < judged.alone
+        return replace(trial, layers=layers) if layers and worked else trial
 
     def name_cases(self, trial: Trial) -> dict[int, DistilledLayer]:
         """Return the layers, with the case that is nearest to each prototype."""
