@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
 
@@ -11,14 +13,15 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from helpers.families import FAMILIES
 from helpers.near_ties import assert_no_near_ties
 from helpers.served import PROBES, two_memories
 from helpers.tiny import trained, words
-from knn_moe import RoutingMemory, attach, find_routers
+from helpers.zoo import BUILD, family, make_texts
+from knn_moe import HeadConfig, RoutingConfig, RoutingMemory, attach, build_memory, find_routers
 from knn_moe.errors import BusyError, MemoryMismatchError, StoppedError, UnknownMemoryError
 from knn_moe.serve.engine import Engine, EngineConfig
 from knn_moe.serve.jobs import Began, Ended, Job
+from knn_moe.serve.probe import quiet_transformers
 from knn_moe.serve.sampling import Sampling, Token
 
 PROMPTS = 24
@@ -177,6 +180,65 @@ def test_stats_count_each_memory_s_own_tokens(
         assert len(engine_layers) == len(memory.layers)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["olmoe", "gpt_oss", "qwen3_moe"])
+def test_heads_and_first_tokens(name: str, zoo_tokenizer: Any) -> None:
+    """A memory with a language-model head that spares first tokens says what it says alone."""
+    model = family(name)
+    memory = build_memory(model, zoo_tokenizer, make_texts(12), replace(BUILD, learning_rate=20.0))
+    config = RoutingConfig(head=HeadConfig(keys="router", weight=0.5, k=4), spare_first_token=True)
+    draw = torch.Generator().manual_seed(0)
+    alone: dict[tuple[int, ...], tuple[list[int], list[float]]] = {}
+    while len(alone) < 4:
+        prompt = torch.randint(3, 128, (5,), generator=draw).tolist()
+        with attach(model, memory, config):
+            ids, values, gap = say_alone(model, prompt)
+        with suppress(AssertionError):
+            assert gap > 0.01
+            assert_no_near_ties(model, memory, torch.tensor([prompt + ids]), config)
+            alone[tuple(prompt)] = ids, values
+    engine = Engine(model, EngineConfig(), PROBES)
+    try:
+        assert engine.why_one_by_one is None
+        engine.load("memory", memory, config)
+        answers = [Answer(prompt, each) for prompt in alone for each in ("memory", None)]
+        said = ask(engine, answers)
+    finally:
+        engine.stop()
+    for (ids, values), tokens in zip(alone.values(), said[::2], strict=True):
+        assert [token.id for token in tokens] == ids
+        found = [token.logprob for token in tokens]
+        assert found == pytest.approx(values, abs=1e-2)
+    for prompt, tokens in zip(alone, said[1::2], strict=True):
+        assert [token.logprob for token in tokens] == pytest.approx(
+            say_alone(model, list(prompt))[1], abs=1e-2
+        )
+
+
+def test_a_model_that_fails_ends_everything() -> None:
+    model = family("olmoe")
+    engine = Engine(model, EngineConfig(at_once=1), PROBES)
+    failed = threading.Event()
+    engine.when_failed = failed.set
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of order")
+
+    running, waiting = Answer([5], None), Answer([6], None)
+    handle = model.register_forward_pre_hook(fail)
+    with quiet_transformers():
+        engine.submit([running.job, waiting.job])
+        for answer in (running, waiting):
+            while not isinstance(event := answer.events.get(timeout=60), Ended):
+                pass
+            assert "out of order" in str(event.error)
+        assert failed.wait(timeout=60)
+    handle.remove()
+    with pytest.raises(StoppedError):
+        engine.submit([Answer([5], None).job])
+    engine.stop()
+
+
 @pytest.mark.parametrize("model", ["tiny-olmoe"], indirect=True)
 def test_blocks_are_never_shared(engine: Engine) -> None:
     cache = engine._backend._manager.batch_processor.cache
@@ -260,7 +322,7 @@ def test_a_memory_of_another_model_is_refused(
 
 @pytest.mark.parametrize("name", ["jamba", "deepseek_v3", "gpt_oss", "mixtral"])
 def test_what_cannot_be_batched_is_served_one_by_one(name: str) -> None:
-    model = next(family for family in FAMILIES if family.name == name).build()
+    model = family(name)
     attention = model.config._attn_implementation
     engine = Engine(model, EngineConfig(), PROBES)
     try:

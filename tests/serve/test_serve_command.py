@@ -140,6 +140,12 @@ def test_bad_input(arguments: list[str], words: str) -> None:
     assert_refused(run_cli("serve", MODEL, "--port", "0", *arguments), words)
 
 
+def test_options_come_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "serve.toml"
+    path.write_text('port = 0\nmemory = ["law=a", "law=b"]\n', encoding="utf8")
+    assert_refused(run_cli("serve", MODEL, "--config", path), "two memories named 'law'")
+
+
 def test_memories_and_models_that_do_not_belong_together(law: Path, saved_model: Path) -> None:
     result = run_cli("serve", saved_model, "--port", "0", "--memory", f"law={law}")
     assert_refused(result, "built for 'tiny-olmoe'")

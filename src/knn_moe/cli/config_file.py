@@ -13,7 +13,7 @@ from knn_moe.support.registry import unknown_name
 # Commands that are given many options, and those that are often given the same ones.
 COMMANDS: Final = (
     "label", "build", "calibrate", "distil", "compress", "prune", "eval", "reproduce", "demo",
-    "bench",
+    "bench", "serve",
 )  # fmt: skip
 _NOT_IN_FILES: Final = ("config", "resume", "overwrite")  # for a moment, not for a setting
 

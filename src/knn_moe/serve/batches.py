@@ -149,7 +149,8 @@ class Batches:
             self._listener.on_end(job, error)
 
     def fail(self, error: Exception) -> None:
-        """Note that the manager has stopped."""
+        """Note that the manager stops, and all requests with it."""
+        self._jobs.clear()
         self._listener.on_failure(f"{type(error).__name__}: {error}")
 
 
@@ -177,8 +178,8 @@ class _Manager(ContinuousBatchingManager):
             super()._generation_step()
 
     def _handle_critical_error(self, error: Exception, batch_processor: Any) -> None:
-        super()._handle_critical_error(error, batch_processor)
         self._batches.fail(error)
+        super()._handle_critical_error(error, batch_processor)
 
 
 class _Draw(LogitsProcessor):

@@ -36,6 +36,7 @@ class OneByOne:
         self._routing = routing
         self._listener = listener
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
+        self._taken: set[str] = set()  # jobs that have not ended
         self._cancelled: set[str] = set()
         self._running = threading.Lock()  # while the model runs
         self._thread = threading.Thread(target=self._run_all, daemon=True)
@@ -46,11 +47,13 @@ class OneByOne:
 
     def run(self, job: Job) -> None:
         """See Backend."""
+        self._taken.add(job.id)
         self._queue.put(job)
 
     def cancel(self, job: Job) -> None:
         """See Backend."""
-        self._cancelled.add(job.id)
+        if job.id in self._taken:
+            self._cancelled.add(job.id)
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -73,6 +76,7 @@ class OneByOne:
                         self._generate(job)
                     except Exception as failed:  # of a model: one job's, not the server's
                         error = f"{type(failed).__name__}: {failed}"
+            self._taken.discard(job.id)
             if job.id in self._cancelled:
                 self._cancelled.discard(job.id)
             else:

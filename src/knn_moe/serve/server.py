@@ -101,7 +101,7 @@ async def _serve(
     drain = _Drain(service, guard, server)
 
     def end() -> None:
-        loop.call_soon_threadsafe(drain.end)
+        loop.call_soon_threadsafe(server.end)
 
     def begin() -> None:
         loop.call_soon_threadsafe(drain.begin)
@@ -134,23 +134,27 @@ class _Server(uvicorn.Server):
             if self.started:
                 on_ready()
             await asyncio.wait([serving])
-            if not self.interrupted:
+            if not serving.cancelled():
                 serving.result()
         finally:
             serving.cancel()
 
     def interrupt(self) -> None:
-        """End without waiting for anybody. What is cut off is no error."""
+        """End as at Ctrl-C."""
         self.interrupted = True
+        self.end()
+
+    def end(self) -> None:
+        """End without waiting for anybody. What is cut off is no error."""
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         if self._serving is not None:
             self._serving.cancel()
 
 
 class _Drain:
-    """Ends a server: after the requests that run, or at once."""
+    """Ends a server after the requests that run."""
 
-    def __init__(self, service: Service, guard: Guard, server: uvicorn.Server) -> None:
+    def __init__(self, service: Service, guard: Guard, server: _Server) -> None:
         self._service = service
         self._guard = guard
         self._server = server
@@ -159,7 +163,7 @@ class _Drain:
     def begin(self) -> None:
         """Take no more requests, and end after the last; the second time, at once."""
         if self._waiting is not None:
-            self.end()
+            self._server.end()
             return
         self._service.draining = self._guard.draining = True
         self._waiting = asyncio.ensure_future(self._wait())
@@ -169,11 +173,6 @@ class _Drain:
             await self._guard.idle.wait()
         self._service.engine.close()
         self._server.should_exit = True
-
-    def end(self) -> None:
-        """End at once."""
-        self._server.should_exit = True
-        self._server.force_exit = True
 
 
 @contextmanager
