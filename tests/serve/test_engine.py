@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import ContinuousBatchingConfig, PreTrainedModel
 
 from helpers.near_ties import assert_no_near_ties
 from helpers.served import PROBES, two_memories
@@ -19,6 +19,7 @@ from helpers.tiny import trained, words
 from helpers.zoo import BUILD, family, make_texts
 from knn_moe import HeadConfig, RoutingConfig, RoutingMemory, attach, build_memory, find_routers
 from knn_moe.errors import BusyError, MemoryMismatchError, StoppedError, UnknownMemoryError
+from knn_moe.serve import batches
 from knn_moe.serve.engine import Engine, EngineConfig
 from knn_moe.serve.jobs import Began, Ended, Job
 from knn_moe.serve.probe import quiet_transformers
@@ -84,17 +85,22 @@ def say_alone(model: PreTrainedModel, prompt: list[int]) -> tuple[list[int], lis
     return ids, values, min(float(each.values[0] - each.values[1]) for each in top)
 
 
-@pytest.fixture(scope="module")
-def expected(
-    model: PreTrainedModel, memories: dict[str, RoutingMemory]
-) -> dict[tuple[int, ...], dict[str | None, tuple[list[int], list[float]]]]:
-    """What each memory says alone after each prompt, of prompts without near ties."""
+Said: TypeAlias = dict[str | None, tuple[list[int], list[float]]]
+
+
+def find_prompts(
+    model: PreTrainedModel,
+    memories: dict[str, RoutingMemory],
+    count: int,
+    lengths: tuple[int, int],
+) -> dict[tuple[int, ...], Said]:
+    """Find prompts without near ties, and what each memory says alone after them."""
     draw = torch.Generator().manual_seed(0)
-    found: dict[tuple[int, ...], dict[str | None, tuple[list[int], list[float]]]] = {}
+    found: dict[tuple[int, ...], Said] = {}
     for _ in range(200):
-        length = int(torch.randint(3, 14, (), generator=draw))
+        length = int(torch.randint(*lengths, (), generator=draw))
         prompt = torch.randint(5, 2000, (length,), generator=draw).tolist()
-        said = {}
+        said: Said = {}
         for name in NAMES:
             if name is None:
                 ids, values, gap = say_alone(model, prompt)
@@ -110,9 +116,17 @@ def expected(
             said[name] = ids, values
         else:
             found[tuple(prompt)] = said
-        if len(found) == PROMPTS:
+        if len(found) == count:
             return found
     raise AssertionError("Nearly every prompt has a near tie. Take other data.")
+
+
+@pytest.fixture(scope="module")
+def expected(
+    model: PreTrainedModel, memories: dict[str, RoutingMemory]
+) -> dict[tuple[int, ...], Said]:
+    """What each memory says alone after each prompt."""
+    return find_prompts(model, memories, PROMPTS, (3, 14))
 
 
 @pytest.fixture
@@ -239,11 +253,36 @@ def test_a_model_that_fails_ends_everything() -> None:
     engine.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["tiny-olmoe"], indirect=True)
-def test_blocks_are_never_shared(engine: Engine) -> None:
-    cache = engine._backend._manager.batch_processor.cache
-    assert not cache.allow_block_sharing
-    assert not cache.use_prefix_sharing
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_one_memory_left_in_the_cache_is_no_other_s(
+    model: PreTrainedModel,
+    memories: dict[str, RoutingMemory],
+    shared: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One long prompt for all, one after the other. With blocks shared this fails."""
+    if shared:
+        make = ContinuousBatchingConfig
+        monkeypatch.setattr(
+            batches,
+            "ContinuousBatchingConfig",
+            lambda **options: make(**{**options, "allow_block_sharing": True}),
+        )
+    ((prompt, said),) = find_prompts(model, memories, 1, (38, 44)).items()
+    engine = Engine(model, EngineConfig(), PROBES)
+    try:
+        for name, memory in memories.items():
+            engine.load(name, memory, memory.routing)
+        values = {
+            name: [token.logprob for token in ask(engine, [Answer(prompt, name)])[0]]
+            for name in ("law", "medicine", None, "law")
+        }
+    finally:
+        engine.stop()
+    right = all(values[name] == pytest.approx(said[name][1], abs=1e-2) for name in NAMES)
+    assert right == (not shared)
 
 
 @pytest.mark.parametrize("model", ["tiny-olmoe"], indirect=True)

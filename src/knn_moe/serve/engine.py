@@ -275,6 +275,8 @@ class Engine:
                         f"{name!r} has no effect there. A quantised or fused block may bypass the "
                         f"router: load the model without it."
                     )
+                for hook in opened.hooks:
+                    hook.counts.sums.zero_()  # trying it is not using it
             except BaseException:
                 if name in self.routing.memories:
                     self._between_passes(lambda: self.routing.remove(name))
