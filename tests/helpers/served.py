@@ -6,7 +6,7 @@ import queue
 import random
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from openai import OpenAI
 
 from knn_moe import BuildConfig, Example, RoutingMemory, build_memory
+from knn_moe.errors import ServeError
 from knn_moe.serve.engine import Engine, EngineConfig
 from knn_moe.serve.server import open_socket, run_server
 from knn_moe.serve.service import Service, ServiceConfig, end_tokens
@@ -72,6 +73,7 @@ class Served:
     service: Service
     port: int
     drain: Callable[[], None]
+    error: ServeError | None = None  # that it ended with
 
     @property
     def url(self) -> str:
@@ -92,18 +94,20 @@ def served(service: Service) -> Iterator[Served]:
     def run() -> None:
         try:
             run_server(service, taken, ready.put)
+        except ServeError as error:
+            running.error = error
         finally:
             ready.put(None)
 
-    port = taken.getsockname()[1]
+    running = Served(service, taken.getsockname()[1], lambda: None)
     thread = threading.Thread(target=run)
     thread.start()
-    drain = ready.get(timeout=60)
-    running = Served(service, port, drain)
+    running.drain = ready.get(timeout=60)
     try:
         yield running
     finally:
         running.client.close()
-        drain()
+        with suppress(RuntimeError):  # it has ended by itself
+            running.drain()
         thread.join(timeout=60)
         assert not thread.is_alive()

@@ -16,6 +16,7 @@ from helpers.tiny import trained
 from knn_moe.serve import guard
 from knn_moe.serve.answering import Limits
 from knn_moe.serve.engine import EngineConfig
+from knn_moe.serve.probe import quiet_transformers
 
 BODY = {"model": "law", "prompt": "A fever is", "max_tokens": 4, "temperature": 0}
 LONG = {"model": "law", "prompt": "A fever is", "max_tokens": 900, "stream": True, "seed": 1}
@@ -230,3 +231,19 @@ class TestNarrowLimits:
         body = {"model": "base", "prompt": "A", "n": 2}
         status, answer = post(small, json.dumps(body).encode(), **KEY)
         assert (status, answer["error"]["type"]) == (429, "rate_limit_error")
+
+
+def test_a_model_that_fails_ends_the_server(tiny_tokenizer: Any) -> None:
+    model = trained("tiny-olmoe")
+    service = make_service(model, tiny_tokenizer, {}, EngineConfig(at_once=1))
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of order")
+
+    model.register_forward_pre_hook(fail)
+    body = json.dumps({**BODY, "model": "base"}).encode()
+    with quiet_transformers(), served(service) as running:
+        status, answer = post(running, body)
+        assert (status, answer["error"]["code"]) == (500, "engine_error")
+        assert "out of order" in answer["error"]["message"]
+    assert "The model stopped running: RuntimeError: out of order" in str(running.error)

@@ -23,7 +23,7 @@ from knn_moe.serve.guard import BODY_SECONDS, Guard
 from knn_moe.serve.openai_api import make_app
 from knn_moe.serve.service import Service
 
-_CONNECTIONS: Final = 2000
+_CONNECTIONS: Final = 800  # of the 1,024 files that a process usually may open
 _IDLE_SECONDS: Final = 75  # that a connection without a request stays open
 _STOP_SECONDS: Final = 0.8  # in which a step of the model should end
 
@@ -100,16 +100,13 @@ async def _serve(
     loop = asyncio.get_running_loop()
     drain = _Drain(service, guard, server)
 
-    def end() -> None:
-        loop.call_soon_threadsafe(server.end)
-
     def begin() -> None:
         loop.call_soon_threadsafe(drain.begin)
 
     def interrupt() -> None:
         loop.call_soon_threadsafe(server.interrupt)
 
-    service.engine.when_failed = end
+    service.engine.when_failed = begin  # requests that ran are told so
     with _handled({signal.SIGTERM: begin, signal.SIGINT: interrupt}):
         await server.serve_when_ready(taken, lambda: on_ready(begin))
     return server.interrupted
