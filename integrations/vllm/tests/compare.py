@@ -34,6 +34,15 @@ class Reference:
             return None
         return LoRARequest(name, 1 + list(self.memories).index(name), str(self.memories[name]))
 
+    def greedy(self, prompt: str, name: str | None) -> str:
+        """Return the text that follows a prompt."""
+        inputs = self.tokenizer(prompt, return_tensors="pt")
+        attached = nullcontext() if name is None else attach(self.model, self.memories[name])
+        with torch.no_grad(), attached:
+            tokens = self.model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
+        new = tokens[0, inputs["input_ids"].shape[1] :]
+        return str(self.tokenizer.decode(new, skip_special_tokens=True))
+
     def largest_error(self, answers: Sequence[RequestOutput], name: str | None) -> float:
         """Return the largest difference of a chosen token's log-probability; inf if transformers
         would have chosen another."""
