@@ -112,9 +112,6 @@ def configured(knn_moe: Any, **parallel: Any) -> SimpleNamespace:
     """Return vLLM's configuration, as far as the plugin reads it."""
     return SimpleNamespace(
         additional_config={} if knn_moe is None else {"knn_moe": knn_moe},
-        compilation_config=SimpleNamespace(
-            cudagraph_mode=SimpleNamespace(name=parallel.pop("graphs", "NONE"))
-        ),
         parallel_config=SimpleNamespace(**parallel),
         cache_config=SimpleNamespace(kv_sharing_fast_prefill=parallel.pop("fast", False)),
     )
@@ -130,11 +127,11 @@ def test_settings() -> None:
     ("given", "parallel", "message"),
     [
         (["here"], {}, "must be an object"),
-        ({"memmory": "here"}, {}, "unknown name 'memmory'"),
+        ({"memmory": "here"}, {}, "memmory.*Did you mean 'memory'"),
         ({"memory": 3}, {}, "must be the folder of a memory"),
         ({}, {"use_sequence_parallel_moe": True}, "With sequence-parallel MoE a router sees only"),
         ({}, {"use_ubatching": True}, "With microbatches a router sees only"),
-        ({}, {"graphs": "FULL"}, r"CUDA graphs \(cudagraph_mode=FULL\) would replay"),
+        ({"prototypes": 0}, {}, "must be a whole number from 1 on"),
         ({}, {"fast": True}, "With fast prefill the last routers see only"),
     ],
 )

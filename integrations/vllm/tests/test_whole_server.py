@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from compare import TOLERANCE, Reference, ask, engine, told
+from knn_moe_vllm import loading
 from made import PROMPTS
 
 
@@ -58,3 +59,18 @@ def test_installed_but_unused_it_changes_nothing(olmoe: Reference) -> None:
     with engine(olmoe.folder) as llm:
         answers = ask(llm, PROMPTS, [None] * len(PROMPTS))
     assert [[list(each) for each in answer] for answer in told(answers)] == expected
+
+
+def test_slots_answer_as_memories_by_rows(
+    olmoe: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where CUDA graphs would be recorded, memories lie in slots; here they do so without them."""
+    monkeypatch.setattr(loading, "records_graphs", lambda vllm_config: True)
+    settings = {"knn_moe": {"memory": str(olmoe.memories["B"]), "prototypes": 48}}
+    asked = [(prompt, name) for prompt in PROMPTS[:12] for name in (None, "A")]
+    with engine(olmoe.folder, enable_lora=True, max_loras=1, additional_config=settings) as llm:
+        with pytest.raises(Exception, match="memories that requests name must be distilled"):
+            llm.llm_engine.add_lora(olmoe.request("C"))
+        answers = ask(llm, [prompt for prompt, _ in asked], [olmoe.request(n) for _, n in asked])
+    assert olmoe.largest_error(answers[::2], "B") < TOLERANCE
+    assert olmoe.largest_error(answers[1::2], "A") < TOLERANCE

@@ -13,7 +13,8 @@ from torch import nn
 from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-from knn_moe_vllm.settings import read_settings
+from knn_moe_vllm.settings import Settings, read_settings, records_graphs
+from knn_moe_vllm.slots import Slots
 from knn_moe_vllm.store import STORE
 
 
@@ -46,12 +47,26 @@ def _with_memories(load: Any) -> Any:
             vllm_config.lora_config = lora
         _check_model(model)
         model.register_forward_pre_hook(_begin_pass, with_kwargs=True)
+        if lora is not None and records_graphs(vllm_config):
+            STORE.slots = _make_slots(vllm_config, settings)
         if settings.memory is not None:
             STORE.usual = STORE.place(settings.memory)
         return model
 
     load_model.knn_moe = True  # type: ignore[attr-defined]
     return load_model
+
+
+def _make_slots(vllm_config: Any, settings: Settings) -> Slots:
+    """Return room for the memories that one pass may use: requests' own, and the server's."""
+    scheduler, compilation = vllm_config.scheduler_config, vllm_config.compilation_config
+    return Slots(
+        STORE.routers(),
+        vllm_config.lora_config.max_loras + 1,
+        settings.prototypes,
+        max(scheduler.max_num_batched_tokens, *(compilation.cudagraph_capture_sizes or [0])),
+        vllm_config.model_config.dtype,
+    )
 
 
 def _begin_pass(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -6,10 +6,11 @@ Knows vLLM's configuration; nothing of models or memories.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from knn_moe.errors import ConfigError
+from knn_moe.support.registry import unknown_name
 
 KEY: Final = "knn_moe"
 
@@ -19,6 +20,7 @@ class Settings:
     """The plugin's part of the server's configuration."""
 
     memory: str | None = None  # the folder of the memory of all requests that name none
+    prototypes: int = 1024  # of a memory's layer at the most, where CUDA graphs are recorded
 
 
 def read_settings(vllm_config: Any) -> Settings | None:
@@ -33,24 +35,28 @@ def read_settings(vllm_config: Any) -> Settings | None:
         return None
     if not isinstance(given, Mapping):
         raise ConfigError(f'"{KEY}" must be an object such as {{}}, got {given!r}.')
-    unknown = sorted(given.keys() - {"memory"})
+    names = [field.name for field in fields(Settings)]
+    unknown = sorted(given.keys() - set(names))
     if unknown:
-        raise ConfigError(f'"{KEY}" has an unknown name {unknown[0]!r}. It may have: memory.')
+        raise ConfigError(unknown_name(f'name in "{KEY}"', unknown[0], names))
     memory = given.get("memory")
     if memory is not None and not isinstance(memory, str):
         raise ConfigError(f'"memory" must be the folder of a memory, got {memory!r}.')
+    prototypes = given.get("prototypes", Settings.prototypes)
+    if not isinstance(prototypes, int) or prototypes < 1:
+        raise ConfigError(f'"prototypes" must be a whole number from 1 on, got {prototypes!r}.')
     _check_passes(vllm_config)
-    return Settings(memory)
+    return Settings(memory, prototypes)
+
+
+def records_graphs(vllm_config: Any) -> bool:
+    """Return whether passes are recorded as CUDA graphs and replayed."""
+    mode = vllm_config.compilation_config.cudagraph_mode
+    return mode is not None and mode.name != "NONE"
 
 
 def _check_passes(vllm_config: Any) -> None:
-    """Refuse what gives a router other tokens than those of the batch, or replays a pass."""
-    graphs = getattr(vllm_config.compilation_config.cudagraph_mode, "name", "NONE")
-    if graphs != "NONE":
-        raise ConfigError(
-            f"CUDA graphs (cudagraph_mode={graphs}) would replay one batch's choice of memories on "
-            f"the next. Add --enforce-eager, or -cc.cudagraph_mode=none."
-        )
+    """Refuse what gives a router other tokens than those of the batch, in another order."""
     parallel = vllm_config.parallel_config
     if getattr(parallel, "use_sequence_parallel_moe", False):
         raise ConfigError(

@@ -9,37 +9,30 @@ with a name and the weights it was loaded with.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
 from knn_moe import RoutingConfig, RoutingMemory
-from knn_moe.errors import AttachError, RouterNotCalledError, UnsupportedModelError
+from knn_moe.errors import (
+    AttachError,
+    ConfigError,
+    RouterNotCalledError,
+    UnsupportedModelError,
+)
 from knn_moe.inference.attach import choose_routers, open_recall
+from knn_moe.recall.distilled import DistilledRecall
 from knn_moe.recall.layer import Recall
 from knn_moe.routers.find import Router
 from torch import Tensor
 
 from knn_moe_vllm.identity import check_belongs, usable_config
+from knn_moe_vllm.placed import Placed
+from knn_moe_vllm.slots import Slots
 
 NOBODY: Final = 0  # vLLM's number for requests that name no adapter
-
-
-@dataclass(frozen=True)
-class Placed:
-    """A memory on the routers of this process."""
-
-    recalls: dict[int, Recall]  # by layer
-    spares_first: bool  # leave the first token of each sequence to the router
-
-    def mix(self, layer: int, x: Tensor, logits: Tensor, positions: Tensor) -> Tensor:
-        """Return the mixed logits. Shapes: x [T, d]; logits [T, N]; positions [T]."""
-        mixed, _ = self.recalls[layer].forward(x, logits)
-        if self.spares_first:
-            mixed = torch.where((positions == 0)[:, None], logits, mixed)
-        return mixed
 
 
 class Store:
@@ -55,6 +48,7 @@ class Store:
         self.gates: dict[int, Any] = {}
         self.memories: dict[int, Placed] = {}  # by vLLM's numbers, least recently used first
         self.usual: Placed | None = None  # of requests that name none
+        self.slots: Slots | None = None  # where memories lie if passes are recorded and replayed
         self.owners: Tensor | None = None  # of the tokens of the next pass; None: nobody's
         self.uses: list[tuple[Placed, Tensor | None]] = []  # rows of this pass; None: all
         self.positions: Tensor | None = None
@@ -124,11 +118,16 @@ class Store:
         if self.passes:
             self._check_called(router.layer for router in chosen)
         recalls = {router.layer: open_recall(router, memory, config) for router in chosen}
+        if self.slots is not None:
+            _check_fits(recalls, self.slots)
         return Placed(recalls, config.spare_first_token)
 
     def assign(self, numbers: Sequence[int]) -> None:
         """Tell whose each token of the next pass is, in the order of the flat batch."""
         self.owners = torch.as_tensor(numbers)
+        if self.slots is not None:
+            usual = {} if self.usual is None else {NOBODY: self.usual}
+            self.slots.assign(self.owners, {**self.memories, **usual})
 
     def begin(self, positions: Tensor) -> None:
         """Begin a pass. Shapes: positions [T], or [3, T] where they are of several axes."""
@@ -137,7 +136,8 @@ class Store:
             self._check_called(layer for each in used if each for layer in each.recalls)
         self.passes += 1
         self.positions = positions.amax(dim=0) if positions.ndim > 1 else positions
-        self.uses = list(self._uses(self.positions.shape[0], positions.device))
+        if self.slots is None:
+            self.uses = list(self._uses(self.positions.shape[0], positions.device))
 
     def _uses(self, tokens: int, device: torch.device) -> Iterator[tuple[Placed, Tensor | None]]:
         """Yield each memory that tokens of this pass use, and their rows; None: all of them."""
@@ -156,7 +156,7 @@ class Store:
     def mix_(self, x: Tensor, logits: Tensor, layer: int) -> None:
         """Let each token's memory change its logits. Shapes: x [T, d]; logits [T, N]."""
         self.called.add(layer)
-        if not self.uses:
+        if not self.uses and self.slots is None:
             return
         positions = self.positions
         if positions is None or len(positions) != len(x):
@@ -165,6 +165,9 @@ class Store:
                 f"The router of layer {layer} got {len(x)} tokens in a pass of {told}, so they "
                 f"cannot be told to memories."
             )
+        if self.slots is not None:
+            logits.copy_(self.slots.mix(layer, x, logits, positions))
+            return
         for placed, rows in self.uses:
             if layer not in placed.recalls:
                 continue
@@ -180,6 +183,21 @@ class Store:
             raise RouterNotCalledError(
                 f"vLLM ran the model without calling the router of layer {silent[0]}, so a memory "
                 f"would do nothing there."
+            )
+
+
+def _check_fits(recalls: Mapping[int, Recall], slots: Slots) -> None:
+    """Raise ConfigError if a memory cannot lie in the slots."""
+    for layer, recall in recalls.items():
+        if not isinstance(recall, DistilledRecall):
+            raise ConfigError(
+                "With CUDA graphs, memories that requests name must be distilled (`knn-moe "
+                "distil`). Distil this one, or add --enforce-eager."
+            )
+        if len(recall.offsets) > slots.prototypes:
+            raise ConfigError(
+                f"This memory has {len(recall.offsets)} prototypes in layer {layer}, and there is "
+                f'room for {slots.prototypes}. Set "prototypes" in "knn_moe" of the server.'
             )
 
 
