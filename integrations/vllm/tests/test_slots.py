@@ -1,10 +1,12 @@
 """Slots answer each token as its own distilled memory does alone; graphs see what is loaded later.
 
-The test of a GPU needs no vLLM: pytest --noconftest tests/test_slots.py
+These tests need no vLLM: TRITON_INTERPRET=1 pytest --noconftest tests/test_slots.py. Without a GPU,
+Triton's interpreter runs the kernels.
 """
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +16,7 @@ from knn_moe import RoutingConfig
 from knn_moe.memory.distilled import DistilledLayer
 from knn_moe.recall.distilled import DistilledRecall
 
+from knn_moe_vllm import slots as slots_module
 from knn_moe_vllm.placed import Placed
 from knn_moe_vllm.slots import Slots
 
@@ -65,7 +68,13 @@ def check(slots: Slots, memories: dict[int, Placed], numbers: torch.Tensor, repl
             assert not torch.equal(mixed[mine], logits[mine])
 
 
-def test_each_token_is_answered_by_its_own_memory() -> None:
+@pytest.mark.parametrize("kernels", [False, True])
+def test_each_token_is_answered_by_its_own_memory(
+    kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kernels and DEVICE.type == "cpu" and not os.environ.get("TRITON_INTERPRET"):
+        pytest.skip("Kernels run on a GPU or in Triton's interpreter.")
+    monkeypatch.setattr(slots_module, "kernels_usable", lambda device: kernels)
     memories = {1: make_memory(1, 30), 2: make_memory(2, 7), 3: make_memory(3, 16, layers=(1,))}
     slots = make_slots()
     for first, second in ((1, 2), (3, 1), (2, 3), (2, 2)):  # one goes out for another
