@@ -96,7 +96,8 @@ def _mix_one(tensors: PrototypeTensors, inputs: Tensor, logits: Tensor) -> Tenso
     log_similarity = rbf((distance - 2 * products).clamp(min=0), gamma)
     update = prototype_update(log_similarity, tensors.updates[0], linear)
     confidence = factor * prototype_confidence(log_similarity, log_threshold)
-    return (logits.float() + confidence[:, None] * update).to(logits.dtype)
+    mixed: Tensor = logits.float() + confidence[:, None] * update
+    return mixed.to(logits.dtype)
 
 
 class Slots:
