@@ -78,6 +78,7 @@ def test_a_chart_follows_the_scheme_and_the_width(chromium: Browser, make_chart:
     path = make_chart("charts.widest(names)")
     fill = "() => document.querySelector('#box svg g[aria-label=bar]').getAttribute('fill')"
     with look_at(chromium, path, 1400, SCHEMES[0]) as page:
+        page.wait_for_selector("#box svg g[aria-label=bar]")
         light = page.evaluate(fill)
         page.emulate_media(color_scheme="dark")
         page.wait_for_function(f"(light) => ({fill})() !== light", arg=light)

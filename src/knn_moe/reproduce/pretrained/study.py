@@ -10,6 +10,7 @@ import gc
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -312,7 +313,8 @@ class PretrainedStudy:
             self.folder.mkdir(parents=True, exist_ok=True)
             machine = {"hardware": hardware(self.device), "dtype": self.dtype}
             text = json.dumps({**machine, "versions": versions()}, indent=1)
-            write_whole(self.folder / _MACHINE, f"{text}\n")
+            with suppress(FileNotFoundError):  # another process has just written the same
+                write_whole(self.folder / _MACHINE, f"{text}\n")
         return self._loaded[name]
 
     def machine(self) -> Mapping[str, Any]:
