@@ -74,12 +74,12 @@ def engine(folder: Path, **settings: Any) -> Iterator[LLM]:
         "max_num_seqs": 16,
         "block_size": 32,
     }
-    llm = LLM(str(folder), **usual | settings)
     try:
+        llm = LLM(str(folder), **usual | settings)
         yield llm
-    finally:
         llm.llm_engine.engine_core.shutdown()
         del llm
+    finally:
         gc.collect()
         cleanup_dist_env_and_memory()
 

@@ -6,9 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from knn_moe import RoutingMemory
+from knn_moe.errors import KnnMoeError
 
 from compare import TOLERANCE, Reference, ask, engine, told
 from knn_moe_vllm import loading
@@ -23,6 +26,25 @@ def test_a_compiled_server_has_one_memory(olmoe: Reference, name: str) -> None:
         answers = ask(llm, PROMPTS, [None] * len(PROMPTS))
     assert mode.name != "NONE"
     assert olmoe.largest_error(answers, name) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("memory", "message"),
+    [("missing", "there is no such folder"), ("other", "has other routers")],
+)
+def test_a_server_does_not_start_with_what_it_cannot_use(
+    olmoe: Reference, tmp_path: Path, memory: str, message: str
+) -> None:
+    opened = RoutingMemory.from_pretrained(olmoe.memories["A"])
+    other = replace(opened.base_model, fingerprint="0" * 64)
+    manifest = replace(opened.manifest, base_model=other)
+    replace(opened, manifest=manifest).save_pretrained(tmp_path / "other")
+    settings = {"knn_moe": {"memory": str(tmp_path / memory)}}
+    with (
+        pytest.raises(KnnMoeError, match=message),
+        engine(olmoe.folder, additional_config=settings),
+    ):
+        pass
 
 
 def test_requests_that_name_none_use_the_servers_memory(olmoe: Reference) -> None:
