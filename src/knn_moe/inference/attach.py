@@ -227,7 +227,8 @@ def check_belongs(model: nn.Module, memory: RoutingMemory) -> None:
         raise MemoryMismatchError(
             f"This memory was built for {memory.base_model}, and the model is {identity}. "
             f"Build one for this model. If you know that they belong together, attach it with "
-            f"force=True; knn-moe generate, chat, serve, explain, calibrate and prune have --force."
+            f"force=True; knn-moe generate, chat, serve, explain, calibrate, distil and prune have "
+            f"--force."
         )
     check_tokens(model, memory)
 
