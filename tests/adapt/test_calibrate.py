@@ -119,7 +119,7 @@ def test_identical_examples_are_in_one_part(
     assert len(owners(twice.provenance).unique()) == len(set(texts))
     parts = split(twice.reference_tokens(), QUICK)
     fit_part, choose, judge_part, held_out = (
-        set(part.reference.owners[part.windows].tolist()) for part in parts
+        set(part.reference.owners[part.windows].tolist()) for part in parts[:4]
     )
     assert not fit_part & (choose | judge_part)
     assert not choose & judge_part

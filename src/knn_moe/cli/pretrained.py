@@ -97,7 +97,9 @@ class Loader:
 @click.option("--limit", type=POSITIVE, help="Ask at most so many questions. Default: all.")
 @seed_option("every random choice")
 @click.option(
-    "--batch-tokens", type=POSITIVE, help="Read so many tokens at a time. Default: 65,536."
+    "--batch-tokens",
+    type=POSITIVE,
+    help="Read at most so many tokens at a time, fewer where the GPU is shared. Default: 65,536.",
 )
 @click.option(
     "--one-rate",

@@ -47,14 +47,33 @@ class Part:
         windows = [window for window, kept in zip(self.windows, inside, strict=True) if kept]
         return replace(self, windows=windows)
 
+    def halves(self) -> tuple[Part, Part]:
+        """Split the windows in two; those of one example stay together."""
+        _, place = self.reference.owners[self.windows].unique(return_inverse=True)
+        first, second = (
+            [window for window, at in zip(self.windows, place.tolist(), strict=True) if at % 2 == n]
+            for n in (0, 1)
+        )
+        return replace(self, windows=first), replace(self, windows=second)
+
+    def without(self, other: Part) -> Part:
+        """Leave out the windows of examples that `other` has, of this or another reference set."""
+        seen = torch.isin(
+            self.reference.owners[self.windows], other.reference.owners[other.windows]
+        )
+        windows = [each for each, out in zip(self.windows, seen.tolist(), strict=True) if not out]
+        return replace(self, windows=windows)
+
 
 class Splits(NamedTuple):
-    """Three parts that have no example in common, and the second and third of them together."""
+    """Three parts that have no example in common, the second and third of them together, and the
+    first as it is judged, which may have other scored tokens than it is fitted on."""
 
     fit: Part
     choose: Part
     judge: Part
     held_out: Part
+    judged_fit: Part
 
 
 def split(reference: ReferenceTokens, config: HeldOutConfig) -> Splits:
@@ -80,11 +99,13 @@ def split(reference: ReferenceTokens, config: HeldOutConfig) -> Splits:
     choose, judge = (torch.isin(owner, examples[part]) for part in order.split(count)[:2])
     share = 2 * config.held_out
     held_out_tokens = round(config.fit_tokens * share / (1 - share))
+    fit = _draw(reference, ~(choose | judge), config.fit_tokens, generator)
     return Splits(
-        _draw(reference, ~(choose | judge), config.fit_tokens, generator),
+        fit,
         _draw(reference, choose, config.judge_tokens, generator),
         _draw(reference, judge, config.judge_tokens, generator),
         _draw(reference, choose | judge, held_out_tokens, generator),
+        judged_fit=fit,
     )
 
 

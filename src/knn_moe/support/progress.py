@@ -29,6 +29,10 @@ class StepCounter:
         self.total = total
         self.done = 0
 
+    def expect(self, steps: int) -> None:
+        """Raise the total where so many more steps would go beyond it."""
+        self.total = max(self.total, self.done + steps)
+
     def steps_of(self, stage: str) -> Callable[[], None]:
         """Return the function to call after each step of `stage`."""
 

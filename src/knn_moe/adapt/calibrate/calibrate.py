@@ -3,8 +3,10 @@
 On one part of the examples it is chosen how far values start from the router's own logits
 (start.py), widths are fitted (fit.py), and values are trained at several rates (values.py). By a
 second part the best of these trials is chosen. On a third part, which nothing was fitted or chosen
-by, it is judged against the model alone. If the memory is not surely better there, calibration
-turns it off: every confidence factor becomes 0.
+by, it is judged against the model alone. If it is better there, but not surely, the same is learned
+twice more, each time without one half of the examples to fit on, and these halves judge it as
+well. If the memory is not surely better, calibration turns it off: every confidence
+factor becomes 0.
 
 The first token of each sequence is always left to the router. A pretrained model keeps a huge
 activation there, on which attention rests where it has nothing to attend to; a few experts of one
@@ -115,6 +117,8 @@ def conclude(search: Search, started: float) -> Calibration:
     calibrator, best = search.calibrator, search.best
     try:
         judged = calibrator.judge(best)
+        if not judged.better and judged.change.difference < 0:
+            judged = calibrator.judge_again(best)
     except DivergedError:
         raise no_finite_loss() from None
     # A head predicts the next token, which does not tell the right answer from a wrong one.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ from knn_moe.routers.intercept import RouterHook
 from knn_moe.routers.model_state import freeze, install_hooks
 from knn_moe.support.statistics import Comparison, paired_bootstrap
 
+_LEVEL: Final = 0.05
+
 
 @dataclass(frozen=True)
 class Judgement:
@@ -35,11 +37,13 @@ class Judgement:
     examples: int
     tokens: int
     mean_confidence: dict[int, float]  # λ by layer
+    looks: int = 1  # 2: it was not sure at the first look, and was judged on more examples
 
     @property
     def better(self) -> bool:
-        """Whether the memory is significantly better than the model alone."""
-        return self.change.surely_less(self.examples)
+        """Whether the memory is significantly better than the model alone: p < 0.05 / looks."""
+        sure = self.change.surely_less(self.examples)
+        return sure and self.change.p < _LEVEL / self.looks
 
 
 class Judged(Protocol):
@@ -119,6 +123,15 @@ class Baseline:
         tokens = [batch.counts.double() for batch in batches]
         return Baseline(batches, torch.cat(losses), torch.cat(tokens))
 
+    @staticmethod
+    def join(parts: Sequence[Baseline]) -> Baseline:
+        """Return the parts, which have no example in common, as one."""
+        return Baseline(
+            [batch for part in parts for batch in part.batches],
+            torch.cat([part.losses for part in parts]),
+            torch.cat([part.tokens for part in parts]),
+        )
+
     @property
     def examples(self) -> int:
         """The number of examples that have a scored token."""
@@ -142,6 +155,27 @@ class Baseline:
         return [column[sums[-1] > 0] for column in sums[:-1]]
 
 
+class Reading(NamedTuple):
+    """What a model that recalls has read: each line's loss [lines], and the mean λ by layer."""
+
+    losses: Tensor
+    mean_confidence: dict[int, float]
+
+    @staticmethod
+    def join(parts: Sequence[Reading], tokens: Sequence[int]) -> Reading:
+        """Return several readings, of so many tokens each, as one."""
+        layers = parts[0].mean_confidence
+        mean = {
+            layer: sum(
+                part.mean_confidence.get(layer, 0.0) * count
+                for part, count in zip(parts, tokens, strict=True)
+            )
+            / sum(tokens)
+            for layer in layers
+        }
+        return Reading(torch.cat([part.losses for part in parts]), mean)
+
+
 def judge(
     model: nn.Module, cases: Sequence[Cases], baseline: Baseline, config: RoutingConfig
 ) -> Judgement:
@@ -150,33 +184,46 @@ def judge(
     Raises:
         DivergedError: The losses are not finite.
     """
+    return compare(read_recalling(model, cases, baseline, config), baseline)
+
+
+def read_recalling(
+    model: nn.Module, cases: Sequence[Cases], baseline: Baseline, config: RoutingConfig
+) -> Reading:
+    """Read the batches of `baseline` with the memory, used as `config` says."""
     used = [each for each in cases if config.for_layer(each.router.layer).confidence_factor > 0]
-    return judge_recalls(model, [JudgedRecall(each, config) for each in used], baseline)
+    return read_batches(model, [JudgedRecall(each, config) for each in used], baseline)
 
 
 @torch.no_grad()
-def judge_recalls(model: nn.Module, recalls: Sequence[Judged], baseline: Baseline) -> Judgement:
-    """Compare the model with what its layers recall with the model alone.
-
-    Raises:
-        DivergedError: The losses are not finite.
-    """
+def read_batches(model: nn.Module, recalls: Sequence[Judged], baseline: Baseline) -> Reading:
+    """Read the batches of `baseline` with what the layers recall."""
     lines = []
     with freeze(model), install_hooks([RouterHook(each.router, each) for each in recalls]):
         for batch in baseline.batches:
             for recall in recalls:
                 recall.begin(batch)
             lines.append(line_losses(model, batch).cpu())
-    losses = torch.cat(lines)
-    if not bool(losses.isfinite().all()):
+    confidence = {recall.router.layer: recall.mean_confidence for recall in recalls}
+    return Reading(torch.cat(lines), confidence)
+
+
+def compare(reading: Reading, baseline: Baseline, looks: int = 1) -> Judgement:
+    """Compare what was read with the model alone.
+
+    Raises:
+        DivergedError: The losses are not finite.
+    """
+    if not bool(reading.losses.isfinite().all()):
         raise DivergedError
-    ours, theirs, tokens = baseline.sum_by_example(losses, baseline.losses, baseline.tokens)
+    ours, theirs, tokens = baseline.sum_by_example(reading.losses, baseline.losses, baseline.tokens)
     total = float(tokens.sum())
     return Judgement(
         loss=float(ours.sum()) / total,
         alone=float(theirs.sum()) / total,
-        change=baseline.compare(losses, baseline.losses),
+        change=baseline.compare(reading.losses, baseline.losses),
         examples=len(tokens),
         tokens=int(total),
-        mean_confidence={recall.router.layer: recall.mean_confidence for recall in recalls},
+        mean_confidence=reading.mean_confidence,
+        looks=looks,
     )

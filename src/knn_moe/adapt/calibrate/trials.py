@@ -11,7 +11,14 @@ from torch import Tensor, nn
 
 from knn_moe.adapt.calibrate.clock import Clock
 from knn_moe.adapt.calibrate.fit import FitCases, FitData, fit_widths, look_up_neighbours
-from knn_moe.adapt.calibrate.judge import Baseline, Judgement, judge
+from knn_moe.adapt.calibrate.judge import (
+    Baseline,
+    Judgement,
+    Reading,
+    compare,
+    judge,
+    read_recalling,
+)
 from knn_moe.adapt.calibrate.language_head import HeadChoice, HeadReader, choose_head
 from knn_moe.adapt.calibrate.parts import cut_into_steps, split_for
 from knn_moe.adapt.calibrate.result import Distances, TrialSummary
@@ -31,6 +38,7 @@ from knn_moe.support.progress import OnProgress, StepCounter
 _WIDTH_PASSES: Final = 2  # over the examples to fit, at most
 _SAMPLE: Final = 4096  # tokens of the examples to fit that settle where values start
 _TRIED_RATES: Final = 3  # of the rates in the config, usually
+_AGAIN: Final = "judged again"
 
 
 @dataclass(frozen=True)
@@ -41,6 +49,7 @@ class Trial:
     routing: RoutingConfig
     cases: Sequence[FitCases]
     judgement: Judgement
+    fitted: bool = False  # whether its widths were
     values_changed: bool = False
     training: StartOfTraining | None = None  # by which its values were trained
 
@@ -116,8 +125,7 @@ class Calibrator:
         self.steps = min(config.steps, _WIDTH_PASSES * len(batches))
         self.counter = StepCounter(on_progress, self._expect_steps(len(batches)))
         self.clock = Clock()
-        with self.clock.measure("neighbours looked up"):
-            self.data = look_up_neighbours(model, self.cases, batches, self.ks[-1])
+        self.data = self._look_up(batches)
         self.choosing = Baseline.of(model, self._judge_batches(self.splits.choose))
 
     @property
@@ -160,20 +168,17 @@ class Calibrator:
         Starting from a fit for another K takes half the steps. None: the fit diverged.
         """
         name = f"widths, K = {k}"
-        changing = bool(self.config.value_rates)
-        routing, cases = self._routing(k), self.start.cases if changing else self.cases
+        routing = self._routing(k)
         if start is not None:
             routing = replace(routing, per_layer=start.routing.per_layer)
         steps = self.steps if start is None else self._fewer_steps
         try:
-            with self.clock.measure(name):
-                widths, fitted = fit_widths(
-                    self.model, cases, self.data, routing, steps, self.counter.steps_of(name)
-                )
+            fitted = self._fit_widths(self.data, routing, steps, name)
         except DivergedError:
             return None
-        trial = self._judge_trial(name, replace(routing, per_layer=widths), fitted)
-        return trial and replace(trial, values_changed=changing)
+        trial = self._judge_trial(name, *fitted)
+        changing = bool(self.config.value_rates)
+        return trial and replace(trial, fitted=True, values_changed=changing)
 
     def try_values(self, start: Trial, k: int, rate: float) -> Trial | None:
         """Train values for K = k at `rate`, from a trial of widths on. None: it diverged."""
@@ -181,7 +186,17 @@ class Calibrator:
         training = StartOfTraining(start.cases, start.routing, rate)
         trained = self._train(self.data, training, k, name)
         trial = trained and self._judge_trial(name, *trained)
-        return trial and replace(trial, values_changed=True, training=training)
+        return trial and replace(trial, fitted=True, values_changed=True, training=training)
+
+    def _fit_widths(
+        self, data: FitData, routing: RoutingConfig, steps: int, name: str
+    ) -> tuple[RoutingConfig, Sequence[FitCases]]:
+        """Fit widths; raise DivergedError if the fit diverges."""
+        cases = self.start.cases if self.config.value_rates else self.cases
+        step = self.counter.steps_of(name)
+        with self.clock.measure(name):
+            widths, fitted = fit_widths(self.model, cases, data, routing, steps, step)
+        return replace(routing, per_layer=widths), fitted
 
     def _routing(self, k: int) -> RoutingConfig:
         kept = self.memory.routing
@@ -197,10 +212,7 @@ class Calibrator:
         """Train values, where they were trained, on the held-out examples as well."""
         if trial.training is None:
             return trial
-        with self.clock.measure("neighbours looked up"):
-            more = look_up_neighbours(
-                self.model, self.cases, self._fit_batches(self.splits.held_out), self.ks[-1]
-            )
+        more = self._look_up(self._fit_batches(self.splits.held_out))
         name = "values, from all examples"
         trained = self._train(self.data.extend(more), trial.training, trial.routing.k, name)
         if trained is None:  # the values that were judged are there still
@@ -214,8 +226,7 @@ class Calibrator:
         training = ValueTraining(
             self.config.passes, start.rate, self.memory.build.gradient, self.start.spreads
         )
-        expected = self.counter.done + self.config.passes * len(data.batches)
-        self.counter.total = max(self.counter.total, expected)
+        self.counter.expect(self.config.passes * len(data.batches))
         step = self.counter.steps_of(name)
         try:
             with self.clock.measure(name):
@@ -233,6 +244,42 @@ class Calibrator:
         """Judge a trial on the examples to judge by."""
         with self.clock.measure("judged"):
             return judge(self.model, trial.cases, self.judging, trial.routing)
+
+    def judge_again(self, trial: Trial) -> Judgement:
+        """Judge on the examples to fit on as well: each half of them by what is learned from all
+        examples but this half, in the way of `trial`.
+
+        Raises:
+            DivergedError: The losses are not finite.
+        """
+        readings = [read_recalling(self.model, trial.cases, self.judging, trial.routing)]
+        parts = [self.judging]
+        held_out = self._look_up(self._fit_batches(self.splits.held_out))
+        for half in self.splits.judged_fit.halves():
+            rest = self._look_up(self._fit_batches(self.splits.fit.without(half)))
+            routing, cases = self._learn_again(rest.extend(held_out), trial)
+            with self.clock.measure(_AGAIN):
+                batches = self._judge_batches(half.first(self.config.judge_tokens))
+                parts.append(Baseline.of(self.model, batches))
+                readings.append(read_recalling(self.model, cases, parts[-1], routing))
+        tokens = [int(part.tokens.sum()) for part in parts]
+        return compare(Reading.join(readings, tokens), Baseline.join(parts), looks=2)
+
+    def _learn_again(self, data: FitData, trial: Trial) -> tuple[RoutingConfig, Sequence[FitCases]]:
+        """Learn from other data what `trial` learned: widths, and values at the same rate."""
+        if not trial.fitted:
+            return trial.routing, trial.cases
+        training, k = trial.training, trial.routing.k
+        self.counter.expect(self.steps + self.config.passes * len(data.batches))
+        routing = self._routing(self.ks[-1] if training else k)
+        fitted = self._fit_widths(data, routing, self.steps, _AGAIN)
+        if training is None:
+            return fitted
+        start = StartOfTraining(fitted[1], fitted[0], training.rate)
+        learned = self._train(data, start, k, _AGAIN)
+        if learned is None:
+            raise DivergedError
+        return learned
 
     def choose_head(self, trial: Trial, *, routed: bool) -> HeadChoice:
         """Choose a head for a model whose memory is used as in `trial`, if it routes at all."""
@@ -266,6 +313,11 @@ class Calibrator:
         except DivergedError:
             return None
         return Trial(name, routing, cases, judged)
+
+    def _look_up(self, batches: Sequence[Batch]) -> FitData:
+        """Find the neighbours of each token, for the largest K."""
+        with self.clock.measure("neighbours looked up"):
+            return look_up_neighbours(self.model, self.cases, batches, self.ks[-1])
 
     def _fit_batches(self, part: Part) -> list[Batch]:
         most = min(self.config.step_tokens, self.memory.build.batch_tokens)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from knn_moe.adapt.calibrate.clock import Clock
-from knn_moe.adapt.calibrate.judge import Baseline, Judgement, judge_recalls
+from knn_moe.adapt.calibrate.judge import Baseline, Judgement, compare, read_batches
 from knn_moe.adapt.calibrate.parts import cut_into_steps, split_for
 from knn_moe.adapt.calibrate.result import TrialSummary
 from knn_moe.adapt.calibrate.widths import DivergedError
@@ -185,7 +185,7 @@ class Distiller:
             if router.layer not in off
         ]
         with self.clock.measure("judged"):
-            return judge_recalls(self.model, judged, baseline)
+            return compare(read_batches(self.model, judged, baseline), baseline)
 
     def turn_off_layers(self, trial: Trial) -> Trial:
         """Leave those layers to the router without which the loss is no higher, one by one."""

@@ -24,10 +24,13 @@ GENERATED: Final = ("gsm8k", "mbpp")
 BASE: Final = "zero-shot"
 RIVAL: Final = "knn-lm"  # what a memory of the same text can do without routing
 TUNED: Final = ("sft-router", "sft")
-LEARNING: Final = (RIVAL, "knn-paper", "knn-calibrated", "knn-calibrated+head", *TUNED)
 BY_CHOICES: Final = "sft-router-choices"
-STUDIED: Final = (BASE, *LEARNING, BY_CHOICES, "knn-right-answers", "5-shot", "c3po")
-CARRIED: Final = ("knn-calibrated", "knn-calibrated+head", RIVAL, *TUNED)  # to other tasks
+LEARNING: Final = (
+    RIVAL, "knn-paper", "knn-calibrated", "knn-calibrated+head", *TUNED, BY_CHOICES,
+)  # fmt: skip
+STUDIED: Final = (BASE, *LEARNING, "knn-right-answers", "5-shot", "c3po")
+# Methods that are tried on other tasks than they learned from.
+CARRIED: Final = ("knn-calibrated", "knn-calibrated+head", RIVAL, *TUNED, BY_CHOICES)
 
 # Methods that are prepared together: the second one's memory is the first one's.
 PREPARED_WITH: Final = {"knn-calibrated+head": "knn-calibrated"}

@@ -337,6 +337,7 @@ class PretrainedStudy:
                 parts[0].data,
                 LIKELIHOOD,
                 seed=self.plan.seed,
+                build_tokens=self.plan.batch_tokens,
                 on_progress=self._show(f"{model}, all benchmarks: preparing"),
                 parts=parts,
             )
@@ -348,6 +349,7 @@ class PretrainedStudy:
             self.scoring(source),
             limit=size,
             seed=self.plan.seed,
+            build_tokens=self.plan.batch_tokens,
             on_progress=self._show(f"{model}, {source}: preparing"),
         )
 
