@@ -41,7 +41,7 @@ PARTS: Final = (ACCURACY, TEXT_LOSS, GROWTH, TRANSFER, TOGETHER, GENERATION)
 ALL: Final = "all"  # the reference sets of all benchmarks together
 
 _GROWING: Final = ("sciq", "arc_easy", "openbookqa", "commonsenseqa", "text_medical")
-_SOURCES: Final = ("sciq", "arc_easy", "hellaswag", "medmcqa")
+_SOURCES: Final = ("sciq", "arc_easy", "commonsenseqa", "hellaswag", "medmcqa")
 LONG: Final = ("mmlu", "usmle")  # not asked of memories of other benchmarks: they take longest
 
 
