@@ -9,8 +9,9 @@ embedded model, docs/growth.svg, and tables between markers such as
     gains         a pretrained model, questions and text (README.md must have it)
     costs         what recalling and building cost (README.md must have it)
     measurements  every method, task and model (docs/results.md must have it)
-    choices-accuracy, pretrained-accuracy, pretrained-text, thirty-texts
-                  runs of `reproduce pretrained` (docs/results.md must have the first three)
+    choices-accuracy, pretrained-accuracy, pretrained-text, thirty-texts,
+    forms-accuracy, forms-text, growth, transfer, together
+                  runs of `reproduce pretrained` (docs/results.md must have them)
     builds, pruning, pruning-calibrated, labels
 
 Running it again changes nothing; a test checks that the committed files are what it writes.
@@ -30,14 +31,15 @@ from measured_tables import LARGE, MODELS, read_measurement
 from model_cards import model_card
 
 ROOT: Final = Path(__file__).resolve().parents[1]
+STUDIES: Final = (  # of pretrained models
+    "pretrained-accuracy", "choices-accuracy", "pretrained-text", "thirty-texts",
+    "forms-accuracy", "forms-text", "growth", "transfer", "together",
+)  # fmt: skip
 TABLES: Final[Mapping[str, Callable[[], str]]] = {
     "gains": measured_tables.gains_table,
     "costs": measured_tables.costs_table,
     "measurements": measured_tables.measurements_table,
-    "pretrained-accuracy": partial(measured_tables.pretrained_table, "pretrained-accuracy"),
-    "choices-accuracy": partial(measured_tables.pretrained_table, "choices-accuracy"),
-    "pretrained-text": partial(measured_tables.pretrained_table, "pretrained-text"),
-    "thirty-texts": partial(measured_tables.pretrained_table, "thirty-texts"),
+    **{name: partial(measured_tables.pretrained_table, name) for name in STUDIES},
     "builds": measured_tables.builds_table,
     "pruning": measured_tables.pruning_table,
     "pruning-calibrated": measured_tables.pruning_calibrated_table,
@@ -45,7 +47,7 @@ TABLES: Final[Mapping[str, Callable[[], str]]] = {
 }
 REQUIRED: Final = {
     "README.md": ("gains", "costs"),
-    "results.md": ("measurements", "choices-accuracy", "pretrained-accuracy", "pretrained-text"),
+    "results.md": ("measurements", *STUDIES),
 }
 
 

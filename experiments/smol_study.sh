@@ -29,7 +29,7 @@ slice() {
   shift 3
   until [ -e "$out/$form/tokenizer_config.json" ]; do sleep 1; done
   knn-moe reproduce pretrained --model "$out/$form" -o "$study/$name" --jobs "$jobs" \
-    --batch-tokens 4096 --no-tables --minutes "$(awk "BEGIN { print $minutes - $SECONDS / 60 }")" \
+    --batch-tokens 16384 --build-tokens 4096 --no-tables --minutes "$(awk "BEGIN { print $minutes - $SECONDS / 60 }")" \
     "$@" >> "$study/$name.log" 2>&1 || echo "$name failed: see $study/$name.log"
 }
 

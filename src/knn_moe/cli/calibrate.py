@@ -203,6 +203,11 @@ def show_judgement(judged: Judgement) -> None:
         f"On {judged.examples} held-out examples ({judged.tokens:,} tokens), the loss goes from "
         f"{judged.alone:.4f} to {judged.loss:.4f} nats per token: {_in_words(judged.change)}."
     )
+    if judged.looks > 1:
+        print_note(
+            "This was a second look, because fewer examples were not sure. Each example was judged "
+            "by what was learned without it."
+        )
 
 
 def show_time(seconds_by_part: Mapping[str, float]) -> None:

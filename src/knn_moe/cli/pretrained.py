@@ -38,7 +38,7 @@ _PARTS: Final = ("accuracy", "text", "growth", "transfer", "together", "generati
 _SPEED: Final = 300_000  # tokens a second: a guess for half a billion parameters on an H200
 _FIELDS: Final = (
     "models", "parts", "tasks", "methods", "reference", "texts", "sizes", "limit", "seed", "data",
-    "batch_tokens", "one_rate",
+    "batch_tokens", "build_tokens", "one_rate",
 )  # fmt: skip
 
 
@@ -97,9 +97,12 @@ class Loader:
 @click.option("--limit", type=POSITIVE, help="Ask at most so many questions. Default: all.")
 @seed_option("every random choice")
 @click.option(
-    "--batch-tokens",
+    "--batch-tokens", type=POSITIVE, help="Read so many tokens at a time. Default: 65,536."
+)
+@click.option(
+    "--build-tokens",
     type=POSITIVE,
-    help="Read at most so many tokens at a time, fewer where the GPU is shared. Default: 65,536.",
+    help="The same while a memory is built, which takes more GPU memory. Default: 8,192.",
 )
 @click.option(
     "--one-rate",

@@ -40,7 +40,7 @@ class TaskContext:
     seed: int = 0  # for that draw, and for whatever a method draws
     length: int = 256  # tokens per window of text
     batch_size: int = 16
-    build_tokens: int = BuildConfig.batch_tokens  # read at a time while a memory is built, at most
+    build_tokens: int = BuildConfig.batch_tokens  # read at a time while a memory is built
     preset: str | None = None  # for memories that are built here; None: calibrate if possible
     memory: RoutingMemory | None = None  # use this memory instead of building one
     index: IndexConfig | None = None  # how memories are searched; None: as they say themselves
@@ -76,7 +76,7 @@ class TaskContext:
         """Return how a memory is built; text is cut into windows of the length that is asked."""
         if self.scoring == TEXT:
             changes = {"max_length": self.length, **changes}
-        changes = {"batch_tokens": min(self.build_tokens, BuildConfig.batch_tokens), **changes}
+        changes = {"batch_tokens": self.build_tokens, **changes}
         return BuildConfig(**{"preset": self.preset or BuildConfig.preset, **changes})
 
     def cached(self, key: str, make: Callable[[], T]) -> T:

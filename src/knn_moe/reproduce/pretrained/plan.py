@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from knn_moe.config import BuildConfig
 from knn_moe.errors import ConfigError
 from knn_moe.methods import METHODS
 from knn_moe.support.registry import unknown_name
@@ -60,6 +61,7 @@ class PretrainedPlan:
     seed: int = 0
     data: str | None = None  # as for `knn-moe eval --data`
     batch_tokens: int = 1 << 16
+    build_tokens: int = BuildConfig.batch_tokens  # the same while a memory is built
     one_rate: bool = False  # search fine-tuning's learning rate on the first task only
 
     def __post_init__(self) -> None:
@@ -70,10 +72,11 @@ class PretrainedPlan:
         for name in ("models", "tasks", "parts"):
             if not getattr(self, name):
                 raise ConfigError(f"A study needs at least one of its {name}.")
-        if min(self.reference, self.texts, self.batch_tokens, *self.sizes) < 1:
+        numbers = self.reference, self.texts, self.batch_tokens, self.build_tokens
+        if min(*numbers, *self.sizes) < 1:
             raise ConfigError(
-                f"reference, texts, sizes and batch_tokens must be at least 1; got "
-                f"{self.reference}, {self.texts}, {self.sizes} and {self.batch_tokens}."
+                f"reference, texts, batch_tokens, build_tokens and sizes must be at least 1; got "
+                f"{', '.join(map(str, numbers))} and {self.sizes}."
             )
 
     @property

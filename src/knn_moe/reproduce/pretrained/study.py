@@ -337,7 +337,7 @@ class PretrainedStudy:
                 parts[0].data,
                 LIKELIHOOD,
                 seed=self.plan.seed,
-                build_tokens=self.plan.batch_tokens,
+                build_tokens=self.plan.build_tokens,
                 on_progress=self._show(f"{model}, all benchmarks: preparing"),
                 parts=parts,
             )
@@ -349,7 +349,7 @@ class PretrainedStudy:
             self.scoring(source),
             limit=size,
             seed=self.plan.seed,
-            build_tokens=self.plan.batch_tokens,
+            build_tokens=self.plan.build_tokens,
             on_progress=self._show(f"{model}, {source}: preparing"),
         )
 
