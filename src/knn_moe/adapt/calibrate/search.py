@@ -1,4 +1,5 @@
-"""Search for the best way to use a memory: widths, rates of training, then fewer neighbours."""
+"""Search for the best way to use a memory: widths, rates of training, fewer neighbours, and a reach
+that is no wider than it must be."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from knn_moe.adapt.calibrate.result import TrialSummary
 from knn_moe.adapt.calibrate.trials import Calibrator, Trial
 from knn_moe.errors import CalibrationError
 
-_ENOUGH: Final = 0.98  # share of the best gain at which fewer neighbours are preferred
+# The share of the best gain at which fewer neighbours, or a narrower reach, are preferred.
+_ENOUGH: Final = 0.98
+_NARROWER: Final = (2.0, 4.0, 8.0, 16.0, 32.0, 64.0)  # what the γ of λ is multiplied by
 
 
 def no_finite_loss() -> CalibrationError:
@@ -76,12 +79,14 @@ class Search:
             self._offer(self._widths)
 
     def run(self) -> None:
-        """Make all trials: also at other rates, with fewer neighbours, and the memory unchanged."""
+        """Make all trials: also at other rates, with fewer neighbours, the memory unchanged, and
+        the best of them with a narrower reach."""
         self.begin()
         if self.rates:
             climb(self.rates, self._loss_at)
         self._try_fewer_neighbours()
         self._offer(self.calibrator.try_unchanged())
+        self._narrow()
 
     def _loss_at(self, rate: float) -> float:
         trial = self._train(self.calibrator.ks[-1], rate)
@@ -101,13 +106,33 @@ class Search:
                 trial = self.calibrator.try_widths(k, self._widths)
             self._offer(trial, share=_ENOUGH)
 
+    def _narrow(self) -> None:
+        """Narrow the reach of the best trial as far as it keeps nearly all of its gain.
+
+        Wide kernels are as good on text like the reference set, and harm other text.
+        """
+        widest = self._best
+        if widest is None or _gain(widest) <= 0:
+            return
+        for factor in _NARROWER:
+            trial = self.calibrator.try_narrower(widest, factor)
+            if trial is None or _gain(trial) < _ENOUGH * _gain(widest):
+                return
+            self.summaries.append(trial.summary())
+            self._best = trial
+
     def _offer(self, trial: Trial | None, share: float = 1.0) -> None:
         """Take a trial if it gains more than `share` of what the best one gains."""
         if trial is None:
             return
         self.summaries.append(trial.summary())
         if self._best is not None:
-            gain, best = -trial.judgement.change.difference, -self._best.judgement.change.difference
+            gain, best = _gain(trial), _gain(self._best)
             if gain <= (best * share if best > 0 else best):
                 return
         self._best = trial
+
+
+def _gain(trial: Trial) -> float:
+    """Return how much lower the loss is than that of the model alone."""
+    return -trial.judgement.change.difference

@@ -52,6 +52,7 @@ class Trial:
     fitted: bool = False  # whether its widths were
     values_changed: bool = False
     training: StartOfTraining | None = None  # by which its values were trained
+    narrowing: float = 1.0  # what the γ of λ was multiplied by after all fits
 
     @property
     def values(self) -> dict[int, Tensor] | None:
@@ -198,6 +199,25 @@ class Calibrator:
             widths, fitted = fit_widths(self.model, cases, data, routing, steps, step)
         return replace(routing, per_layer=widths), fitted
 
+    def try_narrower(self, trial: Trial, factor: float) -> Trial | None:
+        """Try the same with λ taken by a γ `factor` times as large. None: the losses overflow."""
+        name, routing = f"{trial.name}, λ by γ × {factor:g}", self._narrow(trial.routing, factor)
+        narrower = self._judge_trial(name, routing, trial.cases)
+        return narrower and replace(
+            trial, name=name, routing=routing, judgement=narrower.judgement, narrowing=factor
+        )
+
+    def _narrow(self, routing: RoutingConfig, factor: float) -> RoutingConfig:
+        if factor == 1:
+            return routing
+        layers = [routing.for_layer(each.router.layer) for each in self.cases]
+        return replace(
+            routing,
+            per_layer=tuple(
+                replace(layer, confidence_scale=layer.confidence_scale * factor) for layer in layers
+            ),
+        )
+
     def _routing(self, k: int) -> RoutingConfig:
         kept = self.memory.routing
         return RoutingConfig(
@@ -217,7 +237,8 @@ class Calibrator:
         trained = self._train(self.data.extend(more), trial.training, trial.routing.k, name)
         if trained is None:  # the values that were judged are there still
             return trial
-        return replace(trial, routing=trained[0], cases=trained[1])
+        routing = self._narrow(trained[0], trial.narrowing)
+        return replace(trial, routing=routing, cases=trained[1])
 
     def _train(
         self, data: FitData, start: StartOfTraining, k: int, name: str
@@ -258,6 +279,7 @@ class Calibrator:
         for half in self.splits.judged_fit.halves():
             rest = self._look_up(self._fit_batches(self.splits.fit.without(half)))
             routing, cases = self._learn_again(rest.extend(held_out), trial)
+            routing = self._narrow(routing, trial.narrowing) if trial.fitted else routing
             with self.clock.measure(_AGAIN):
                 batches = self._judge_batches(half.first(self.config.judge_tokens))
                 parts.append(Baseline.of(self.model, batches))
