@@ -33,11 +33,11 @@ def test_the_reach_is_as_narrow_as_keeps_the_gain(searched: tuple[Search, Trial]
     search, fitted = searched
     best = search.best
     share = best.judgement.change.difference / fitted.judgement.change.difference
-    assert share >= 0.98
+    assert share >= 0.95
     next_one = search.calibrator.try_narrower(fitted, 2 * best.narrowing)
     assert next_one is not None
     lost = next_one.judgement.change.difference / fitted.judgement.change.difference
-    assert lost < 0.98 or best.narrowing == 64
+    assert lost < 0.95 or best.narrowing == 64
     for ours, theirs in zip(best.routing.per_layer, fitted.routing.per_layer, strict=True):
         scale = theirs.confidence_scale * best.narrowing
         assert ours.confidence_scale == pytest.approx(scale)

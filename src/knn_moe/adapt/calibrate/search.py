@@ -12,8 +12,8 @@ from knn_moe.adapt.calibrate.result import TrialSummary
 from knn_moe.adapt.calibrate.trials import Calibrator, Trial
 from knn_moe.errors import CalibrationError
 
-# The share of the best gain at which fewer neighbours, or a narrower reach, are preferred.
-_ENOUGH: Final = 0.98
+_ENOUGH: Final = 0.98  # share of the best gain at which fewer neighbours are preferred
+_KEPT: Final = 0.95  # share of it that a narrower reach must keep
 _NARROWER: Final = (2.0, 4.0, 8.0, 16.0, 32.0, 64.0)  # what the γ of λ is multiplied by
 
 
@@ -107,16 +107,16 @@ class Search:
             self._offer(trial, share=_ENOUGH)
 
     def _narrow(self) -> None:
-        """Narrow the reach of the best trial as far as it keeps nearly all of its gain.
+        """Narrow the reach of the best trial as far as it keeps most of its gain.
 
-        Wide kernels are as good on text like the reference set, and harm other text.
+        A wide reach gains little more on text like the reference set, and harms other text.
         """
         widest = self._best
         if widest is None or _gain(widest) <= 0:
             return
         for factor in _NARROWER:
             trial = self.calibrator.try_narrower(widest, factor)
-            if trial is None or _gain(trial) < _ENOUGH * _gain(widest):
+            if trial is None or _gain(trial) < _KEPT * _gain(widest):
                 return
             self.summaries.append(trial.summary())
             self._best = trial
