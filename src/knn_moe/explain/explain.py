@@ -20,7 +20,7 @@ from knn_moe.explain.explanation import (
     Prediction,
     RecalledCase,
 )
-from knn_moe.explain.trace import Attached, LayerTrace, NextTokens, trace_both
+from knn_moe.explain.trace import Attached, LayerTrace, NextTokens, TwoRuns, trace_both
 from knn_moe.reference.provenance import Provenance
 from knn_moe.support.characters import character_pieces
 
@@ -36,12 +36,21 @@ class Describer:
         provenance: Where the memory's cases come from.
         gammas: γ of each layer by its own keys: 1 / the usual squared distance of neighbours.
         tokenizer: The model's, or None.
+        cases: Whether recalled cases are described, which takes most of the time.
     """
 
-    def __init__(self, provenance: Provenance, gammas: Mapping[int, float], tokenizer: Any) -> None:
+    def __init__(
+        self,
+        provenance: Provenance,
+        gammas: Mapping[int, float],
+        tokenizer: Any,
+        *,
+        cases: bool = True,
+    ) -> None:
         self.provenance = provenance
         self.gammas = gammas
         self.tokenizer = tokenizer
+        self.tells_cases = cases
         self._cases: dict[int, tuple[str, str, str, int]] = {}
 
     def describe_tokens(self, ids: Sequence[int]) -> list[str]:
@@ -100,7 +109,8 @@ class Describer:
                 {expert: float(found.change[first + place, expert]) for expert in experts}
                 for experts in found.swapped(first + place)
             )
-            recalled = zip(rows[place], squares[place], weights[place], strict=True)
+            all_cases = zip(rows[place], squares[place], weights[place], strict=True)
+            recalled = all_cases if self.tells_cases else ()
             yield LayerEffect(
                 layer=layer,
                 confidence=confidence,
@@ -169,7 +179,20 @@ def _explain_sequence(
 ) -> tuple[ExplainedToken, ...]:
     first = 0 if last is None else max(len(ids) - last, 0)
     runs = trace_both(model, routing, ids, first)
-    read = ids.tolist()
+    return describe_runs(runs, ids.tolist(), describer, first)
+
+
+def describe_runs(
+    runs: TwoRuns, read: list[int], describer: Describer, first: int = 0
+) -> tuple[ExplainedToken, ...]:
+    """Put into words what a memory did to the tokens from `first` on.
+
+    Args:
+        runs: What `trace_both` found, for the same `first`.
+        read: The token ids that the model read.
+        describer: Puts tokens and cases into words.
+        first: The first token to explain.
+    """
     texts = describer.describe_tokens(read)
     layers = [
         list(describer.describe_layer(layer, found, runs.experts_alone[layer], first))

@@ -86,7 +86,16 @@ def show_tokens(title: str, tokens: Sequence[ExplainedToken]) -> ShownPassage:
         "rise": _rise(following) if following else -1,
         "places": places[: len(shown)],
     }
-    return ShownPassage(title, _summarise(tokens), tuple(shown), data)
+    return ShownPassage(title, summarise(tokens), tuple(shown), data)
+
+
+def show_place(token: ExplainedToken) -> dict[str, Any]:
+    """Return what the panel says of one place, the one after `token`: the `layers` and `texts` of
+    ShownPassage's data, and its `place`."""
+    texts = _Texts()
+    place = _show_place(token, texts)
+    layers = [effect.layer for effect in token.effects]
+    return {"layers": layers, "texts": texts.rows, "place": place}
 
 
 def find_telling(tokens: Sequence[ExplainedToken]) -> int:
@@ -189,7 +198,8 @@ def _finite(value: float) -> float:
     return round(value, 4) if math.isfinite(value) else 0.0
 
 
-def _summarise(tokens: Sequence[ExplainedToken]) -> str:
+def summarise(tokens: Sequence[ExplainedToken]) -> str:
+    """Say in one sentence what the memory changed in a text."""
     losses = [token.following.losses for token in tokens if token.following is not None]
     confidence = words.format_mean([token.confidence for token in tokens], words.PLAIN)
     changed = words.format_mean([token.changed for token in tokens], words.SHARE)

@@ -5,25 +5,12 @@
   if (!panel) return;
   const narrow = matchMedia("(max-width: 899px)");
   const CELL = 6; // pixels across, at least
+  const { make, visible } = panels;
   const passages = [...document.querySelectorAll(".passage")].map(read);
   let shown = null; // { passage, place }
   let kept = false;
   let layer = null; // the place among the layers of the one that was chosen; null: the most confident
   let what = "confidence";
-
-  function make(tag, className, ...children) {
-    const node = document.createElement(tag);
-    if (className) node.className = className;
-    node.append(...children.map((child) => (child instanceof Node ? child : String(child))));
-    return node;
-  }
-
-  // Blank tokens would be invisible: spaces, tabs and new lines get a sign.
-  function visible(text) {
-    if (!text) return "·";
-    const lines = text.replace(/\r?\n/g, "↵");
-    return text.trim() ? lines : lines.replace(/ /g, "␣").replace(/\t/g, "⇥");
-  }
 
   function read(article) {
     const data = JSON.parse(article.querySelector("script").textContent);
@@ -37,106 +24,24 @@
 
   /* The panel */
 
-  function chance(data) {
-    const rows = [["alone", data.alone, data.bars[0]], ["with memory", data.memory, data.bars[1]]];
-    const list = make("dl", "chance");
-    for (const [label, words, share] of rows) {
-      const bar = make("i", "");
-      bar.style.width = `${Math.max(share * 100, 0.5)}%`;
-      list.append(make("dt", "", label), make("dd", "", make("span", "track", bar), words));
-    }
-    return list;
-  }
-
-  function expected(runs) {
-    const columns = ["alone", "with memory"].map((label, run) => {
-      const items = runs[run].map(([text, words, came]) => {
-        const shownText = text ? visible(text) : "part of a character";
-        return make("li", came ? "came" : "", make("span", text ? "word" : "", shownText), " ", make("span", "", words));
-      });
-      return make("div", "", make("h5", "", label), make("ol", "", ...items));
-    });
-    return make("div", "expected", ...columns);
-  }
-
-  function experts(label, numbers, marked) {
-    const line = make("p", "experts", make("span", "", label), " ");
-    numbers.forEach((number, i) => line.append(i ? ", " : "", make(marked.has(number) ? "b" : "span", "", number)));
-    return line;
-  }
-
-  function moved(sign, kind, list) {
-    if (!list.length) return "";
-    return make("span", kind, `${sign} ${list.map(([expert, change]) => `${expert} (${change})`).join(", ")} `);
-  }
-
-  function recalledCase(texts, text, weight, distance) {
-    const [before, token, after, example] = texts[text];
-    const bar = make("i", "");
-    bar.style.width = `${Math.max(weight / 100, 0.5)}%`;
-    const share = weight >= 995 ? (weight / 100).toFixed(0) : (weight / 100).toFixed(1);
-    const item = make("li", "",
-      make("p", "facts", make("b", "", `${share} %`), make("span", "track", bar), `distance ${(distance / 100).toFixed(2)}, example ${example}`),
-      make("p", "case", before && "… ", before.replace(/\s*\n\s*/g, " ↵ "), make("mark", "", visible(token)), after && make("ins", "", visible(after))));
-    item.dataset.weight = weight;
-    return item;
-  }
-
-  function layerOf(passage, number, row, opened) {
-    const [confidence, used, alone, entered, left, cases] = row;
-    const lambda = (confidence / 1000).toFixed(2);
-    const swap = make("span", "swap", moved("+", "in", entered), moved("−", "out", left));
-    const head = make("summary", "", make("b", "", `Layer ${passage.data.layers[number]}`), ` λ ${lambda} `, swap);
-    const details = make("details", "layer", head);
-    details.open = opened;
-    const build = () => {
-      if (details.childElementCount > 1) return;
-      const list = make("ol", "cases");
-      for (let i = 0; i < cases.length; i += 3) list.append(recalledCase(passage.data.texts, cases[i], cases[i + 1], cases[i + 2]));
-      const count = cases.length / 3;
-      details.append(
-        experts("experts alone", alone, new Set(alone.filter((one) => !used.includes(one)))),
-        experts("with memory", used, new Set(used.filter((one) => !alone.includes(one)))),
-        count ? make("p", "count", count === 1 ? "1 case" : `${count} cases, the nearest first`) : make("p", "count", "no case was found"),
-        list);
-    };
-    if (opened) build();
-    details.addEventListener("toggle", () => {
-      if (details.open) build();
-    });
-    // Clicked, not opened by the script: the layer stays chosen for other tokens.
-    head.addEventListener("click", () => { if (!details.open) { layer = number; mark(); } });
-    return details;
-  }
-
   function fill(passage, place) {
     const data = passage.data.places[place];
-    const close = make("button", "close", "Close");
-    close.type = "button";
-    close.addEventListener("click", hide);
     const next = passage.tokens[place].classList.contains("next");
-    const parts = [make("div", "top", make("p", next ? "token words" : "token", name(passage, place)), close)];
-    if (!data) {
-      parts.push(make("p", "said", "The first token: what it was predicted from is not shown."));
+    const parts = [panels.top(name(passage, place), next, hide)];
+    if (data) {
+      const before = name(passage, place - 1);
+      // Clicked, not opened by the script: the layer stays chosen for other tokens.
+      const onLayer = (number) => { layer = number; mark(); };
+      parts.push(...panels.contents(passage.data, data, { before, opened: chosenLayer(data), onLayer }));
     } else {
-      if (data.said) parts.push(make("p", "said", data.said), chance(data));
-      if (data.expected) parts.push(make("h4", "", "Expected after ", make("span", "quoted", name(passage, place - 1))), expected(data.expected));
-      if (data.layers.length) {
-        const opened = chosenLayer(data);
-        parts.push(make("h4", "", "Recalled at ", make("span", "quoted", name(passage, place - 1))));
-        parts.push(...data.layers.map((row, number) => layerOf(passage, number, row, number === opened)));
-      }
+      parts.push(make("p", "said", "The first token: what it was predicted from is not shown."));
     }
     panel.replaceChildren(...parts);
     panel.scrollTop = 0;
     panel.hidden = false;
   }
 
-  function chosenLayer(data) {
-    if (layer !== null && layer < data.layers.length) return layer;
-    const all = data.layers.map((row) => row[0]);
-    return all.indexOf(Math.max(...all));
-  }
+  const chosenLayer = (data) => panels.chosenLayer(data, layer);
 
   /* Choosing */
 
