@@ -25,7 +25,7 @@ demo: $(STAMP)  ## build memories for an embedded model, measure them, write dem
 
 # The demo's memory, or the same one without the demo's evaluation.
 SERVED := $(if $(wildcard demo-out/calibrated),demo-out/calibrated,demo-memory)
-serve: $(STAMP)  ## serve an embedded model with the demo's memory on http://127.0.0.1:8000 (Ctrl-C ends it)
+serve: $(STAMP)  ## serve an embedded model with the demo's memory: open http://127.0.0.1:8000 (Ctrl-C ends it)
 	test -d $(SERVED) || $(BIN)/python scripts/demo_memory.py $(SERVED)
 	$(BIN)/knn-moe serve tiny-olmoe --dtype float32 --memory python=$(SERVED)
 

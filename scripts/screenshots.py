@@ -1,4 +1,5 @@
-"""Make the pictures of the three pages in docs/pages: the demo, an evaluation and an explanation.
+"""Make the pictures of the pages in docs/pages: the demo, an evaluation, an explanation and the
+playground.
 
 Run it with `make screenshots`. It runs the commands that write these pages, on an embedded model
 and Python's documentation, and looks at them in Chromium. It takes about ten minutes on two cores.
@@ -8,10 +9,13 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Final, NamedTuple
@@ -20,6 +24,7 @@ from playwright.sync_api import Browser, sync_playwright
 
 FOLDER: Final = Path(__file__).parents[1] / "docs" / "pages"
 _EXPLAIN: Final = ["explain", "tiny-olmoe", "--memory", "demo/calibrated", "-o", "explanation.html"]
+_COMMAND: Final = Path(sys.executable).with_name("knn-moe")
 _WIDTH, _HEIGHT = 1400, 1050
 
 
@@ -88,8 +93,38 @@ def make_pages(folder: Path) -> list[Picture]:
 
 
 def _knn_moe(folder: Path, *arguments: str) -> None:
-    command = Path(sys.executable).with_name("knn-moe")
-    subprocess.run([command, *arguments], cwd=folder, check=True)
+    subprocess.run([_COMMAND, *arguments], cwd=folder, check=True)
+
+
+@contextmanager
+def serve(memory: Path) -> Iterator[str]:
+    """Serve an embedded model with the demo's memory, and give the address of the playground."""
+    arguments = [
+        _COMMAND, "serve", "tiny-olmoe", "--port", "0", "--dtype", "float32",
+        "--memory", f"python={memory}",
+    ]  # fmt: skip
+    with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            lines = (re.search(r"in a browser: (\S+)", line) for line in process.stderr)
+            yield next(found[1] for found in lines if found)
+        finally:
+            process.terminate()
+
+
+def take_playground(browser: Browser, address: str) -> None:
+    """Let the model and the memory answer, choose a telling token, and write the picture."""
+    context = browser.new_context(viewport={"width": _WIDTH, "height": _HEIGHT})
+    page = context.new_page()
+    page.emulate_media(reduced_motion="reduce")
+    page.goto(f"{address}?prompt=The list method")
+    page.locator("[name=prompt]").press("Control+Enter")
+    page.locator(".summary").wait_for()
+    page.locator(".answer .up-4").first.click()
+    page.locator("#panel .layer").first.wait_for()
+    page.locator("#ask").evaluate("(part) => part.scrollIntoView()")
+    page.screenshot(path=FOLDER / "playground.png")
+    context.close()
 
 
 def take(browser: Browser, picture: Picture) -> None:
@@ -115,6 +150,8 @@ def main() -> None:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         for picture in pictures:
             take(browser, picture)
+        with serve(Path(scratch) / "demo" / "calibrated") as address:
+            take_playground(browser, address)
         browser.close()
 
 

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, ConsoleMessage, Page
 
 WIDTHS = (390, 1400)
 SCHEMES = ("light", "dark")
+_OWN = ("file:", "data:", "blob:")
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 # Names what is wider than its place: the page, an SVG's text, and what a box cuts off.
@@ -80,25 +81,45 @@ def chromium() -> Iterator[Browser]:
 
 @contextmanager
 def look_at(
-    browser: Browser, path: Path, width: int = 1400, scheme: str = "light", *, script: bool = True
+    browser: Browser,
+    place: Path | str,
+    width: int = 1400,
+    scheme: str = "light",
+    *,
+    script: bool = True,
+    may_fail: bool = False,
 ) -> Iterator[Page]:
-    """Open a page file, and fail on errors in its scripts and on anything it asks the network for.
+    """Open a page, and fail on errors in its scripts and on anything it asks others for.
 
     Args:
+        place: Its file, or its address on a server.
         width: Of the window, in pixels.
         scheme: "light" or "dark".
         script: Whether JavaScript runs.
+        may_fail: Whether the server may answer with errors.
     """
+    address = place if isinstance(place, str) else place.resolve().as_uri()
+    own = (*_OWN, address.partition("?")[0]) if isinstance(place, str) else _OWN
+    wrong: list[str] = []
+
+    def hear(said: ConsoleMessage) -> None:
+        forgiven = may_fail and said.text.startswith("Failed to load resource")
+        if said.type == "error" and not forgiven:
+            wrong.append(said.text)
+
     height = 844 if width < 600 else 900
     context = browser.new_context(
         viewport={"width": width, "height": height},
         color_scheme=scheme,  # type: ignore[arg-type]  # one of SCHEMES
         java_script_enabled=script,
     )
-    page, address, wrong = context.new_page(), path.resolve().as_uri(), []
-    page.on("console", lambda said: wrong.append(said.text) if said.type == "error" else None)
+    page = context.new_page()
+    page.on("console", hear)
     page.on("pageerror", lambda error: wrong.append(str(error)))
-    page.on("request", lambda request: wrong.append(request.url) if _leaves(request.url) else None)
+    page.on(
+        "request",
+        lambda asked: None if asked.url.startswith(own) else wrong.append(asked.url),
+    )
     try:
         page.goto(address)
         yield page
@@ -107,10 +128,6 @@ def look_at(
         assert not wrong, wrong
     finally:
         context.close()
-
-
-def _leaves(address: str) -> bool:
-    return not address.startswith(("file:", "data:", "blob:"))
 
 
 def assert_everything_fits(page: Page) -> None:
@@ -129,7 +146,8 @@ def assert_labels_are_apart(page: Page) -> None:
 
 def _settle(page: Page) -> None:
     """Wait for charts, which are drawn once their width is known."""
-    page.wait_for_function(
-        "() => [...document.querySelectorAll('.chart')]"
-        ".every((box) => !box.clientWidth || box.childElementCount)"
-    )
+    if page.locator(".chart").count():
+        page.wait_for_function(
+            "() => [...document.querySelectorAll('.chart')]"
+            ".every((box) => !box.clientWidth || box.childElementCount)"
+        )

@@ -36,6 +36,42 @@ def test_models(server: Served) -> None:
         server.client.models.retrieve("lew")
 
 
+def test_ids_of_tokens_are_told_where_they_are_wanted(server: Served, tiny_tokenizer: Any) -> None:
+    wanted = {"return_token_ids": True}
+    whole = complete(server, model="law", n=2, extra_body=wanted)
+    prompt = tiny_tokenizer(whole_prompt := "A fever is")["input_ids"]
+    for choice in whole.choices:
+        told = choice.model_dump()
+        assert told["prompt_token_ids"] == prompt, whole_prompt
+        assert tiny_tokenizer.decode(told["token_ids"]) == choice.text
+    stream = list(complete(server, model="law", stream=True, extra_body=wanted))
+    first, *others = (chunk.choices[0].model_dump() for chunk in stream)
+    assert (first["prompt_token_ids"], first["token_ids"]) == (prompt, [])
+    ids = [id for one in others for id in one["token_ids"]]
+    assert ids == whole.choices[0].model_dump()["token_ids"]
+    assert "token_ids" not in complete(server, model="law").choices[0].model_dump()
+
+
+def test_ids_of_tokens_in_a_chat(server: Served, tiny_tokenizer: Any) -> None:
+    asked: dict[str, Any] = {
+        "model": "law",
+        "messages": [{"role": "user", "content": "A fever is"}],
+        "max_tokens": 4,
+        "temperature": 0,
+        "extra_body": {"return_token_ids": True},
+    }
+    prompt = tiny_tokenizer("A fever is")["input_ids"]
+    whole = server.client.chat.completions.create(**asked)
+    told = whole.model_dump()
+    assert told["prompt_token_ids"] == prompt
+    ids = told["choices"][0]["token_ids"]
+    assert tiny_tokenizer.decode(ids) == whole.choices[0].message.content
+    first, *others = server.client.chat.completions.create(**asked, stream=True)
+    assert first.model_dump()["prompt_token_ids"] == prompt
+    chunks = (chunk.choices[0].model_dump() for chunk in others)
+    assert [id for one in chunks for id in one["token_ids"]] == ids
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_a_stream_is_the_whole_answer(server: Served, model: str) -> None:
     whole = complete(server, model=model, logprobs=2)

@@ -49,6 +49,7 @@ def serving(*arguments: object, **environment: str) -> Iterator[tuple[subprocess
             assert process.stderr is not None
             for line in process.stderr:
                 if found := re.search(r"Serving (.*) on (http://\S+)/v1", line):
+                    assert process.stderr.readline() == f"Try it in a browser: {found[2]}/\n"
                     yield process, found[2]
                     break
             else:

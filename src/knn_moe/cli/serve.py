@@ -93,6 +93,14 @@ _PROBES: Final = ("The server answers requests.", "A memory belongs to one model
     help="Refuse longer requests.",
 )
 @click.option(
+    "--max-explained",
+    type=click.IntRange(min=0),
+    default=1024,
+    show_default=True,
+    help="Explain answers of at most this many tokens, with their prompts. 0: explain none, and "
+    "show nobody the texts of memories.",
+)
+@click.option(
     "--cache-tokens",
     type=POSITIVE,
     help="Keep at most this many tokens in the attention cache, of all answers together. Default: "
@@ -137,7 +145,7 @@ def command(model: str, memories: tuple[str, ...], **options: Any) -> None:
         taken.close()
         raise
     host = f"[{options['host']}]" if ":" in options["host"] else options["host"]
-    address = f"http://{host}:{taken.getsockname()[1]}/v1"
+    address = f"http://{host}:{taken.getsockname()[1]}"
     run_server(service, taken, lambda _: _greet(service, address))
 
 
@@ -187,6 +195,7 @@ def _make_service(model: str, options: dict[str, Any]) -> Service:
             request_bytes=options["max_request_bytes"],
             tokens=options["max_tokens"],
             seconds=options["max_seconds"],
+            explained=options["max_explained"],
         ),
         api_key=options["api_key"],
         folder=options["folder"],
@@ -220,4 +229,5 @@ def _greet(service: Service, address: str) -> None:
         print_note(f"transformers cannot batch this model ({reason}): one answer at a time.")
     if not service.encoder.has_template:
         print_note("The model has no chat template: it continues the text of a conversation.")
-    print_note(f"Serving {service.config.name} {memories} on {address}")
+    print_note(f"Serving {service.config.name} {memories} on {address}/v1")
+    print_note(f"Try it in a browser: {address}/")

@@ -197,6 +197,14 @@ class Handle:
         self, used: InUse, sequences: Sequence[Tensor], tokenizer: Any, last: int | None
     ) -> Explanation:
         """Explain what one memory does to each token, in passes that are not counted."""
+        describer = self._describer(used, tokenizer)
+        with self._uncounted():
+            explained = explain_sequences(self._model, used, sequences, describer, last)
+        cases, examples = len(used.memory), used.memory.provenance.num_examples
+        described = f"a memory of {cases:,} cases from {examples:,} examples"
+        return replace(explained, model=used.memory.base_model.name, memory=described)
+
+    def _describer(self, used: InUse, tokenizer: Any, *, cases: bool = True) -> Describer:
         as_found = replace(used.config, gamma=None)
         usual = {
             hook.router.layer: layer_gamma(
@@ -204,16 +212,17 @@ class Handle:
             )
             for hook in used.hooks
         }
-        describer = Describer(used.memory.provenance, usual, tokenizer)
+        return Describer(used.memory.provenance, usual, tokenizer, cases=cases)
+
+    @contextmanager
+    def _uncounted(self) -> Iterator[None]:
+        """Neither count nor remember the passes of this thread inside."""
         now = self._pass.now
         try:
             now.aside = True
-            explained = explain_sequences(self._model, used, sequences, describer, last)
+            yield
         finally:
             now.aside = False
-        cases, examples = len(used.memory), used.memory.provenance.num_examples
-        described = f"a memory of {cases:,} cases from {examples:,} examples"
-        return replace(explained, model=used.memory.base_model.name, memory=described)
 
     def __enter__(self) -> Self:
         return self

@@ -27,7 +27,9 @@ from torch import Tensor, nn
 
 from knn_moe.config import RoutingConfig
 from knn_moe.errors import AttachError, ConfigError
+from knn_moe.explain.explain import Describer
 from knn_moe.explain.explanation import Explanation
+from knn_moe.explain.trace import TwoRuns, trace_both
 from knn_moe.inference.arguments import (
     MemoryLike,
     check_config,
@@ -265,10 +267,30 @@ class Memories(Handle):
         """
         check_last(last)
         with self.using(name):
-            memory, config = self.memories[name], self._configs[name]
-            used = InUse(memory, config, self._hooks[name], self)
             sequences = read_sequences(input_ids, attention_mask, tokenizer)
-            return self._explain(used, sequences, tokenizer, last)
+            return self._explain(self._in_use(name), sequences, tokenizer, last)
+
+    def trace(self, name: str, ids: Tensor, first: int) -> TwoRuns:
+        """Read a text with the memory `name`, whichever is chosen, and alone. The passes are not
+        counted.
+
+        Args:
+            name: The memory.
+            ids: Token ids without padding. Shape [T].
+            first: The first token after which next tokens are wanted.
+
+        Raises:
+            AttachError, ConfigError: As in `using`.
+        """
+        with self.using(name), self._uncounted():
+            return trace_both(self._model, self._in_use(name), ids, first)
+
+    def describer(self, name: str, tokenizer: Any, *, cases: bool = True) -> Describer:
+        """Return what puts traces of the memory `name` into words."""
+        return self._describer(self._in_use(name), tokenizer, cases=cases)
+
+    def _in_use(self, name: str) -> InUse:
+        return InUse(self.memories[name], self._configs[name], self._hooks[name], self)
 
     def stats(self) -> StatsByMemory:
         """Return the stats of each memory by layer, over the rows that used it."""

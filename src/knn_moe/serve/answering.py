@@ -32,6 +32,7 @@ class Limits:
     request_bytes: int = 1 << 20
     tokens: int | None = None  # generated in one answer; None: as the context has room for
     seconds: float = 300.0
+    explained: int = 1024  # tokens of a prompt and its answer that are explained; 0: none are
 
 
 class Mailbox:

@@ -24,6 +24,7 @@ class Formatter:
         self._tokenizer = tokenizer
         self._chat = answering.asked.chat
         self._tells = answering.asked.sampling.logprobs is not None
+        self._tells_ids = answering.asked.token_ids
 
     def whole(self, pieces: Sequence[tuple[int, Piece]]) -> dict[str, Any]:
         """Return the body of an answer that is not streamed."""
@@ -32,26 +33,31 @@ class Formatter:
             mine = [piece for place, piece in pieces if place == index]
             text = "".join(piece.text for piece in mine)
             tokens = [token for piece in mine for token in piece.tokens]
-            content: dict[str, Any] = {"text": text}
+            content: dict[str, Any] = {"text": text, **self._prompt_ids(index)}
             if self._chat:
                 content = {"message": {"role": "assistant", "content": text, "refusal": None}}
             choices.append(self._choice(index, content, tokens, mine[-1].reason))
         kind = "chat.completion" if self._chat else "text_completion"
-        return self._envelope(kind, choices, usage=self.usage())
+        more = self._prompt_ids(0) if self._chat else {}
+        return self._envelope(kind, choices, usage=self.usage(), **more)
 
     def first(self) -> list[dict[str, Any]]:
-        """Return the chunks that begin a stream: of a chat, the role of each answer."""
-        if not self._chat:
+        """Return the chunks that begin a stream: of a chat, the role of each answer; and the ids
+        of prompts, if they were asked for."""
+        choices = range(self._answering.asked.choices)
+        if self._chat:
+            delta = {"delta": {"role": "assistant", "content": ""}}
+            prompt = self._prompt_ids(0)
+            return [self._chunk([self._choice(at, delta, [], None)]) | prompt for at in choices]
+        if not self._tells_ids:
             return []
-        delta = {"delta": {"role": "assistant", "content": ""}}
-        return [
-            self._chunk([self._choice(index, delta, [], None)])
-            for index in range(self._answering.asked.choices)
-        ]
+        prompts = [{"text": "", **self._prompt_ids(index)} for index in choices]
+        return [self._chunk([self._choice(at, prompts[at], [], None)]) for at in choices]
 
     def chunk(self, index: int, piece: Piece) -> dict[str, Any] | None:
         """Return the chunk of a piece; None: there is nothing to tell."""
-        if not (piece.text or piece.reason or (piece.tokens and self._tells)):
+        tells = self._tells or self._tells_ids
+        if not (piece.text or piece.reason or (piece.tokens and tells)):
             return None
         content: dict[str, Any] = {"text": piece.text}
         if self._chat:
@@ -88,7 +94,15 @@ class Formatter:
         self, index: int, content: dict[str, Any], tokens: Sequence[Placed], reason: str | None
     ) -> dict[str, Any]:
         told = self._logprobs(tokens) if self._tells and (tokens or reason) else None
-        return {"index": index, **content, "logprobs": told, "finish_reason": reason}
+        ids = {"token_ids": [one.token.id for one in tokens]} if self._tells_ids else {}
+        return {"index": index, **content, "logprobs": told, "finish_reason": reason, **ids}
+
+    def _prompt_ids(self, index: int) -> dict[str, Any]:
+        """Return the ids of an answer's prompt, if they were asked for: as vLLM, with the choice
+        of a completion, and beside the choices of a chat."""
+        if not self._tells_ids:
+            return {}
+        return {"prompt_token_ids": list(self._answering.jobs[index].prompt)}
 
     def _logprobs(self, tokens: Sequence[Placed]) -> dict[str, Any]:
         if self._chat:

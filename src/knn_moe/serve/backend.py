@@ -40,5 +40,9 @@ class Backend(Protocol):
     def pause(self) -> AbstractContextManager[None]:
         """Keep the model from running inside, so that it may be changed."""
 
+    def whole_passes(self) -> AbstractContextManager[None]:
+        """Keep the model from running jobs inside, so that any thread may run whole passes over
+        single sequences."""
+
     def stop(self, timeout: float | None) -> None:
         """End soon, whatever runs."""

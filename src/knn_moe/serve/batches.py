@@ -72,6 +72,7 @@ class Batches:
             use_cuda_graph=False,
             auto_switch_to_flash=False,
         )
+        self._attention = model.config._attn_implementation
         self._manager = _Manager(model, config, self)
         try:
             processor = self._manager._create_batch_processor()
@@ -105,6 +106,17 @@ class Batches:
         """See Backend."""
         pause: AbstractContextManager[None] = self._manager.pause()
         return pause
+
+    @contextmanager
+    def whole_passes(self) -> Iterator[None]:
+        """See Backend. Attention that reads the cache's blocks is put aside."""
+        with self.pause():
+            paged = self._model.config._attn_implementation
+            self._model.set_attn_implementation(self._attention)
+            try:
+                yield
+            finally:
+                self._model.set_attn_implementation(paged)
 
     def stop(self, timeout: float | None) -> None:
         """See Backend."""

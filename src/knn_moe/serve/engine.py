@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Final
 
+import torch
+
 from knn_moe.config import RoutingConfig
 from knn_moe.errors import (
     BusyError,
@@ -24,6 +26,8 @@ from knn_moe.errors import (
     UnknownMemoryError,
     UnsupportedModelError,
 )
+from knn_moe.explain.explain import describe_runs
+from knn_moe.explain.explanation import ExplainedToken
 from knn_moe.inference.changing import ChangingMemories
 from knn_moe.inference.stats import StatsByMemory
 from knn_moe.inference.streaming import context_length
@@ -250,6 +254,35 @@ class Engine:
             job.on_event(Ended(error))
             self._fewer_jobs.notify_all()
 
+    # Explanations
+
+    def explain(
+        self, memory: str, ids: Sequence[int], first: int, tokenizer: Any, *, cases: bool = True
+    ) -> tuple[ExplainedToken, ...]:
+        """Explain what a memory does to the tokens of a text from `first` on.
+
+        Jobs pause while the model reads the text with the memory and alone.
+
+        Args:
+            memory: Its name.
+            ids: The text's token ids.
+            first: The first token to explain.
+            tokenizer: The model's.
+            cases: Whether recalled cases are told.
+
+        Raises:
+            StoppedError: The engine has stopped.
+            UnknownMemoryError: The memory is not there, or is being unloaded.
+        """
+        with self._changing:
+            if memory not in self.memories:
+                raise UnknownMemoryError(f"The memory {memory!r} is not loaded.")
+            describer = self.routing.describer(memory, tokenizer, cases=cases)
+            self._check_running()
+            with self._backend.whole_passes():
+                runs = self.routing.trace(memory, torch.tensor(ids), first)
+        return describe_runs(runs, list(ids), describer, first)
+
     # Memories
 
     def load(
@@ -305,10 +338,13 @@ class Engine:
         return any(job.memory == name for job in (*self._running, *self._waiting))
 
     def _between_passes(self, change: Callable[[], None]) -> None:
-        if self.failure is not None:
-            raise StoppedError("The server has stopped.")
+        self._check_running()
         with self._backend.pause():
             change()
+
+    def _check_running(self) -> None:
+        if self._closed or self.failure is not None:
+            raise StoppedError("The server has stopped.")
 
     # The end
 

@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 BODY_SECONDS: Final = 30.0  # in which a client sends its request
 _STALLED_SECONDS: Final = 60.0  # that a client may let a part of its answer wait
-_OPEN: Final = ("/health",)  # needs no key
+_OPEN: Final = ("/", "/favicon.ico", "/health")  # need no key: they tell nothing
 _WHILE_DRAINING: Final = ("/health", "/metrics")
 
 

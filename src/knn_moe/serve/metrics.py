@@ -44,6 +44,7 @@ class Metrics:
         self._waited = self._histogram("queue_seconds", "Time in the queue.")
         self._first = self._histogram("time_to_first_token_seconds", "Time to the first token.")
         self._whole = self._histogram("request_seconds", "Time of whole requests.")
+        self._explained = self._histogram("explanation_seconds", "Time of explanations.")
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"knn_moe_{name}", text, ["model", *labels], registry=self._registry)
@@ -68,6 +69,10 @@ class Metrics:
         self._prompt.labels(model).inc(answering.prompt_tokens)
         self._generated.labels(model).inc(answering.completion_tokens)
         self._whole.labels(model).observe(seconds)
+
+    def on_explained(self, model: str, seconds: float) -> None:
+        """An explanation was made in this time, waiting included."""
+        self._explained.labels(model).observe(seconds)
 
     def on_refused(self, status: int) -> None:
         """A request was refused."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from queue import SimpleQueue
 from typing import Any
 
@@ -60,6 +60,10 @@ class OneByOne:
         """See Backend. The job that runs ends first."""
         with self._running:
             yield
+
+    def whole_passes(self) -> AbstractContextManager[None]:
+        """See Backend."""
+        return self.pause()
 
     def stop(self, timeout: float | None) -> None:
         """See Backend."""

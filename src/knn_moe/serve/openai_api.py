@@ -1,4 +1,5 @@
-"""The endpoints: OpenAI's, health, metrics, and the memories'. The only file that imports FastAPI.
+"""The endpoints: OpenAI's, the memories', explanations, health, metrics, and the playground. The
+only file that imports FastAPI.
 
 https://platform.openai.com/docs/api-reference
 """
@@ -19,8 +20,9 @@ from knn_moe.serve.answering import Answering
 from knn_moe.serve.answers import Formatter
 from knn_moe.serve.guard import Receive, Scope, Send, read_json, send_events, while_connected
 from knn_moe.serve.metrics import CONTENT_TYPE
+from knn_moe.serve.playground import playground
 from knn_moe.serve.refused import RefusedError
-from knn_moe.serve.requests import parse_request
+from knn_moe.serve.requests import parse_explanation, parse_request
 from knn_moe.serve.service import Service
 from knn_moe.serve.text import Piece
 
@@ -33,6 +35,7 @@ def make_app(service: Service) -> FastAPI:
     app.router.redirect_slashes = False
     _handle_errors(app, service)
     _add_answers(app, service)
+    _add_explanations(app, service)
     _add_models(app, service)
 
     @app.get("/health")
@@ -77,6 +80,31 @@ def _add_answers(app: FastAPI, service: Service) -> None:
     async def complete(request: Request) -> Response:
         """Continue texts."""
         return await _answer(service, request, chat=False)
+
+
+def _add_explanations(app: FastAPI, service: Service) -> None:
+    shown = playground()
+
+    @app.get("/")
+    async def page() -> Response:
+        """Return the playground."""
+        return Response(shown.html, media_type="text/html; charset=utf-8", headers=shown.headers)
+
+    @app.get("/favicon.ico")
+    async def icon() -> Response:
+        """Return nothing: browsers ask for it, and would log an error."""
+        return Response(status_code=204)
+
+    @app.post("/v1/explain")
+    async def explain(request: Request) -> Response:
+        """Explain what a memory did in an answer."""
+        try:
+            most = service.config.limits.request_bytes
+            asked = parse_explanation(await read_json(request.scope, request.receive, most))
+            told = await while_connected(request.receive, service.explain(asked))
+            return JSONResponse(told)
+        except ConnectionResetError:
+            return Response(status_code=_GONE)
 
 
 def _add_models(app: FastAPI, service: Service) -> None:

@@ -6,7 +6,7 @@ Knows JSON values; nothing of tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Final, TypeAlias
@@ -24,11 +24,15 @@ _MOST_STOPS: Final = 16
 _LONGEST_STOP: Final = 1000  # characters
 _MOST_CHOICES: Final = 128
 _MOST_TOKENS: Final = 1 << 31
-_COMMON: Final = ("model", "max_tokens", "temperature", "top_p", "n", "seed", "stop", "stream")
+_COMMON: Final = (
+    "model", "max_tokens", "temperature", "top_p", "n", "seed", "stop", "stream",
+    "return_token_ids",
+)  # fmt: skip
 _OWN: Final = {
     True: (*_COMMON, "stream_options", "messages", "max_completion_tokens", "top_logprobs"),
     False: (*_COMMON, "stream_options", "prompt"),
 }
+_EXPLANATION: Final = ("model", "prompt_token_ids", "token_ids", "token")
 # Fields that do not change an answer.
 _IGNORED: Final = {
     "user",
@@ -75,6 +79,7 @@ class Asked:
     stops: tuple[str, ...]
     stream: bool
     include_usage: bool
+    token_ids: bool  # whether the ids of tokens are told, as vLLM does
 
     @property
     def choices(self) -> int:
@@ -112,6 +117,7 @@ def parse_request(body: object, *, chat: bool) -> Asked:
         stops=_stops(body.get("stop")),
         stream=stream,
         include_usage=_include_usage(body.get("stream_options"), stream),
+        token_ids=fields.flag("return_token_ids"),
     )
     if asked.choices > _MOST_CHOICES:
         raise RefusedError(
@@ -119,6 +125,37 @@ def parse_request(body: object, *, chat: bool) -> Asked:
             param="n" if asked.n > 1 else "prompt",
         )
     return asked
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskedExplanation:
+    """What a request for an explanation asks for."""
+
+    model: str
+    prompt: list[int]
+    answer: list[int]
+    token: int | None  # the place in the answer that is told in full; None: all, in short
+
+
+def parse_explanation(body: object) -> AskedExplanation:
+    """Return what the JSON of a request for an explanation asks.
+
+    Raises:
+        RefusedError: A field is missing, unknown or wrong.
+    """
+    if not isinstance(body, dict):
+        raise RefusedError("The body of a request is a JSON object.")
+    for name in body:
+        if name not in _EXPLANATION:
+            raise _unknown_field(name, _EXPLANATION)
+    fields = _Fields(body)
+    answer = fields.ids("token_ids")
+    return AskedExplanation(
+        model=fields.text("model"),
+        prompt=fields.ids("prompt_token_ids"),
+        answer=answer,
+        token=fields.whole("token", 0, len(answer)),
+    )
 
 
 def _check_names(body: Mapping[str, Any], chat: bool) -> None:
@@ -132,10 +169,14 @@ def _check_names(body: Mapping[str, Any], chat: bool) -> None:
                     f"This server does not support {name!r}. Leave it out.", param=name
                 )
             continue
-        close = get_close_matches(name, known, n=1, cutoff=0.7)
-        hint = f" Did you mean {close[0]!r}?" if close else " Leave it out."
-        shown = name if len(name) <= 60 else f"{name[:60]}…"
-        raise RefusedError(f"Unknown field {shown!r}.{hint}", param=shown)
+        raise _unknown_field(name, known)
+
+
+def _unknown_field(name: str, known: Collection[str]) -> RefusedError:
+    close = get_close_matches(name, known, n=1, cutoff=0.7)
+    hint = f" Did you mean {close[0]!r}?" if close else " Leave it out."
+    shown = name if len(name) <= 60 else f"{name[:60]}…"
+    return RefusedError(f"Unknown field {shown!r}.{hint}", param=shown)
 
 
 class _Fields:
@@ -149,6 +190,12 @@ class _Fields:
         if not isinstance(value, str) or not value:
             raise RefusedError(f"{name!r} must be a text.", param=name)
         return _whole_text(value, name)
+
+    def ids(self, name: str) -> list[int]:
+        value = self._body.get(name)
+        if not isinstance(value, list) or not _are_ids(value):
+            raise RefusedError(f"{name!r} must be a list of token ids.", param=name)
+        return value
 
     def flag(self, name: str) -> bool:
         value = self._body.get(name)

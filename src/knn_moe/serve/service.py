@@ -22,10 +22,11 @@ from knn_moe.errors import (
 from knn_moe.memory.memory import RoutingMemory
 from knn_moe.serve.answering import Answering, Limits
 from knn_moe.serve.engine import Engine
+from knn_moe.serve.explaining import Explaining
 from knn_moe.serve.metrics import Metrics
 from knn_moe.serve.prompts import Encoder
 from knn_moe.serve.refused import RefusedError
-from knn_moe.serve.requests import Asked
+from knn_moe.serve.requests import Asked, AskedExplanation
 from knn_moe.support.registry import unknown_name
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,99}")
@@ -79,6 +80,7 @@ class Service:
         self.encoder = Encoder(tokenizer, vocabulary)
         self.metrics = Metrics(engine, config.name)
         self.draining = False
+        self._explaining = Explaining(engine, tokenizer, config.limits)
         self._ends = ends
         self._created = {config.name: int(time.time())}
 
@@ -108,6 +110,7 @@ class Service:
             "root": base,
             "parent": None if name == base else base,
             "max_model_len": self.engine.context,
+            "has_chat_template": self.encoder.has_template,
         }
 
     def _memory_of(self, name: str) -> str | None:
@@ -176,6 +179,26 @@ class Service:
                 param="max_tokens",
             )
         return asked.max_tokens
+
+    async def explain(self, asked: AskedExplanation) -> dict[str, Any]:
+        """Return what a memory did in an answer: see explaining.py.
+
+        Raises:
+            RefusedError: It cannot be explained.
+        """
+        memory = self._memory_of(asked.model)
+        if memory is None:
+            raise RefusedError(
+                f"{asked.model!r} is the model alone, and there is nothing to explain. Name one "
+                f"of its memories.",
+                param="model",
+            )
+        started = time.monotonic()
+        for ids in (asked.prompt, asked.answer):
+            self.encoder.encode(ids)  # refuses unknown ones
+        explained = await self._explaining.explain(asked, memory)
+        self.metrics.on_explained(memory, time.monotonic() - started)
+        return explained
 
     # Memories
 
