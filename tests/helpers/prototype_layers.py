@@ -51,7 +51,7 @@ class PrototypeLayer:
         self.real = torch.arange(case.tokens, device=DEVICE) % 3 > 0 if case.padded else None
 
     def tensors(self) -> PrototypeTensors:
-        return self.recall._tensors()
+        return self.recall.tensors()
 
     def fused(self) -> FusedPrototypes:
         return FusedPrototypes(self.tensors(), self.case.top)

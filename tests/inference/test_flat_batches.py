@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +15,10 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 from helpers.near_ties import assert_no_near_ties
 from helpers.zoo import BUILD, family, make_texts
 from knn_moe import HeadConfig, RoutingConfig, RoutingMemory, attach, attach_all, build_memory
+from knn_moe.bench.uses import distilled_memory
 from knn_moe.errors import AttachError, ConfigError, NothingReadError
 from knn_moe.inference.changing import ChangingMemories
+from knn_moe.recall.stacked_prototypes import StackedPrototypes
 
 NAMES = ("medicine", "law")
 NEW = 4
@@ -86,13 +89,18 @@ def test_stats_count_as_in_generate(
 
 
 @torch.no_grad()
-def read_flat(model: PreTrainedModel, padding: int = 0, **options: Any) -> Tensor:
+def read_flat(
+    model: PreTrainedModel,
+    padding: int = 0,
+    prompts: Sequence[list[int]] = PROMPTS,
+    **options: Any,
+) -> Tensor:
     """Read all prompts as one row, each seeing itself only, with padding behind. [T, V]."""
-    lengths = [len(prompt) for prompt in PROMPTS]
+    lengths = [len(prompt) for prompt in prompts]
     blocks = [*(torch.ones(n, n).tril() for n in lengths), torch.eye(padding)]
     mask = torch.zeros(sum(lengths) + padding, sum(lengths) + padding)
     mask = mask.masked_fill(torch.block_diag(*blocks) == 0, float("-inf"))
-    ids = torch.tensor([[token for prompt in [*PROMPTS, [0] * padding] for token in prompt]])
+    ids = torch.tensor([[token for prompt in [*prompts, [0] * padding] for token in prompt]])
     positions = torch.cat([*map(torch.arange, lengths), torch.zeros(padding)]).long()[None]
     return model(
         ids,
@@ -164,6 +172,58 @@ def test_each_memory_searches_its_own_tokens_only(
             read_flat(model)
     assert sorted(set(searched)) == [5, 7]
     assert len(searched) == 2 * 2
+
+
+@pytest.mark.parametrize("padding", [0, 5])
+@pytest.mark.parametrize("spare", [False, True])
+def test_distilled_memories_are_recalled_together(
+    model: PreTrainedModel,
+    memories: dict[str, RoutingMemory],
+    monkeypatch: pytest.MonkeyPatch,
+    spare: bool,
+    padding: int,
+) -> None:
+    """As each one alone, also after one has gone, with one call for all."""
+    config = RoutingConfig(spare_first_token=spare)
+    distilled = {
+        name: distilled_memory(memories["law"], 4 + seed, seed)
+        for seed, name in enumerate(("a", "b", "gone", "c"))
+    }
+    names = ["c", None, "a", "b", "c"]
+    prompts = [*PROMPTS, PROMPTS[0], PROMPTS[1]]
+    expected, stats = [], {}
+    for name, prompt in zip(names, prompts, strict=True):
+        if name is None:
+            expected.append(read_alone(model, prompt))
+            continue
+        with attach(model, distilled[name], config) as routing:
+            expected.append(read_alone(model, prompt))
+            stats[name] = routing.stats()
+    together: list[int] = []
+    forward = StackedPrototypes.forward
+
+    def count(stacked: StackedPrototypes, inputs: Tensor, *rest: Any) -> Any:
+        together.append(len(inputs))
+        return forward(stacked, inputs, *rest)
+
+    monkeypatch.setattr(StackedPrototypes, "forward", count)
+    handle = ChangingMemories(model).installed()
+    lengths = [len(prompt) for prompt in prompts]
+    with handle:
+        for name, memory in distilled.items():
+            handle.add(handle.open(name, memory, config))
+        handle.remove("gone")
+        torch.testing.assert_close(read_alone(model, PROMPTS[1]), expected[1])  # nothing is chosen
+        with handle.using_flat(list(zip(names, lengths, strict=True))):
+            found = read_flat(model, padding, prompts)[: sum(lengths)]
+        seen = handle.stats()
+    torch.testing.assert_close(found, torch.cat(expected), atol=1e-4, rtol=1e-4)
+    assert len(together) == len(memories["law"].layers)
+    for name in "ab":  # each has one sequence
+        for layer, one in seen[name].items():
+            alone = stats[name][layer]
+            assert (one.calls, one.tokens, one.changed) == (1, alone.tokens, alone.changed)
+            assert one.mean_confidence == pytest.approx(alone.mean_confidence, abs=1e-5)
 
 
 def test_memories_come_and_go(model: PreTrainedModel, memories: dict[str, RoutingMemory]) -> None:

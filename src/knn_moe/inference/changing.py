@@ -77,6 +77,7 @@ class ChangingMemories(Memories):
         self._hooks[opened.name] = opened.hooks
         self._configs[opened.name] = opened.config
         self.memories[opened.name] = opened.memory
+        self._join()
 
     def remove(self, name: str) -> None:
         """Take a memory off. To be called while no forward pass runs, and after the last that
@@ -92,3 +93,12 @@ class ChangingMemories(Memories):
                 if head.states is not None:
                     remove_hooks(self._model, [head.states])
         self._pass.used.pop(name, None)
+        self._join()
+
+    def _join(self) -> None:
+        """Let distilled memories be recalled together, in their new number."""
+        self._slots.clear()
+        for stack in self._stack_of.values():
+            by_name = {hook.selection.name or "": hook for hook in stack.hooks}
+            stack.together = self._together(by_name)
+        self._unused = self._choose([None])

@@ -60,16 +60,17 @@ class Counts(nn.Module):
         units = torch.where(real, (confidence.double() * UNITS).round().long(), 0).sum()
         none = torch.zeros_like(units)
         changes = none if changed is None else (changed & real).sum()
-        self._add(torch.stack([none + 1, real.sum(), changes, units]))
+        self.add_sums(torch.stack([none + 1, real.sum(), changes, units]))
 
     @torch.no_grad()
     def add_changed(self, changed: Tensor, real: Tensor | None) -> None:
         """Count the changes of a call that is counted otherwise. Shapes: [T]."""
         changes = (changed if real is None else changed & real).sum()
         none = torch.zeros_like(changes)
-        self._add(torch.stack([none, none, changes, none]))
+        self.add_sums(torch.stack([none, none, changes, none]))
 
-    def _add(self, counts: Tensor) -> None:
+    def add_sums(self, counts: Tensor) -> None:
+        """Add to all sums. Shapes: counts [4] int64."""
         if torch.compiler.is_compiling():
             self.sums += counts
             return
@@ -106,6 +107,44 @@ class Step(NamedTuple):
     confidence: Tensor
     real: Tensor | None
     counted: bool  # whether a kernel has counted it, as far as kernels do
+    # Where several memories mixed in plain torch: that of each token [T], -1: none; the number of
+    # this one; and how many there are.
+    slots: Tensor | None = None
+    slot: int = 0
+    memories: int = 0
+
+
+@dataclass(eq=False)
+class Choice:
+    """The experts that a router chose without and with a memory, or several that mixed together.
+
+    Shapes: before, after [T, top_k]; changed [T].
+    """
+
+    step: Step
+    before: Tensor
+    after: Tensor
+    changed: Tensor
+    _sums: Tensor | None = None
+
+    def sums(self, slot: int) -> Tensor:
+        """Return what one of several memories is to count. Result [4]; see Counts."""
+        if self._sums is None:
+            step, slots = self.step, self.step.slots
+            assert slots is not None
+            units = (step.confidence.double() * UNITS).round().long()
+            ones = torch.ones_like(units)
+            rows = torch.stack([torch.zeros_like(units), ones, self.changed.long(), units], dim=1)
+            if step.real is not None:
+                rows = rows.masked_fill(~step.real[:, None], 0)
+            self._sums = rows.new_zeros(step.memories + 1, 4)
+            self._sums.index_add_(0, slots + 1, rows)
+            self._sums[:, 0] = 1
+        return self._sums[slot + 1]
+
+    def of(self, step: Step) -> bool:
+        """Return whether it is also that of another step."""
+        return step.logits is self.step.logits and step.mixed is self.step.mixed
 
 
 class RecallHook(KeepsInputs):
@@ -182,19 +221,24 @@ class RecallHook(KeepsInputs):
         self,
         step: Step,
         module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        called: tuple[tuple[Any, ...], dict[str, Any]],
         output: Any,
+        choices: list[Choice],
     ) -> None:
-        """Count what the call changed, from what the router returned."""
+        """Count what the call changed, from what the router returned. `choices` has what other
+        memories found in the same call."""
         observer, aside = self.forward_pass.now.observer, self.forward_pass.now.aside
-        changed = None
+        changed = found = None
         uncounted = self.count_changes and not (step.counted and self.recall.counts_changes)
         if (uncounted and not aside) or observer is not None:
-            unmixed = self._unmixed(module, args, kwargs, step.logits)
-            chosen = chosen_experts(self.router, unmixed, step.logits)
-            used = chosen_experts(self.router, output, step.mixed)
-            changed = (chosen != used).any(dim=-1)
+            found = next((one for one in choices if one.of(step)), None)
+            if found is None:
+                unmixed = self._unmixed(module, *called, step.logits)
+                chosen = chosen_experts(self.router, unmixed, step.logits)
+                used = chosen_experts(self.router, output, step.mixed)
+                found = Choice(step, chosen, used, (chosen != used).any(dim=-1))
+                choices.append(found)
+            changed = found.changed
             if observer is not None:
                 seen = RouterCall(
                     self.router.layer,
@@ -202,8 +246,8 @@ class RecallHook(KeepsInputs):
                     step.inputs,
                     logits=step.logits,
                     mixed=step.mixed,
-                    before=chosen,
-                    after=used,
+                    before=found.before,
+                    after=found.after,
                     confidence=step.confidence,
                 )
                 observer(seen)
@@ -211,7 +255,9 @@ class RecallHook(KeepsInputs):
             self.called = True
         if aside:
             return
-        if not step.counted:
+        if found is not None and step.slots is not None and self.count_changes:
+            self.counts.add_sums(found.sums(step.slot))
+        elif not step.counted:
             self.counts.add(step.confidence, changed, step.real)
         elif uncounted and changed is not None:
             self.counts.add_changed(changed, step.real)
@@ -318,8 +364,9 @@ class HookStack(RouterHook):
         output: Any,
     ) -> Any:
         if isinstance(watch, RecallWatch):
+            choices: list[Choice] = []
             for hook, step in watch.steps:
-                hook.count(step, module, args, kwargs, output)
+                hook.count(step, module, (args, kwargs), output, choices)
         elif (alone := self.forward_pass.now.alone) is not None and watch.logits is not None:
             alone(self.router.layer, chosen_experts(self.router, output, watch.logits))
         return output

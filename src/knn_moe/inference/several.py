@@ -148,6 +148,11 @@ class Memories(Handle):
         return [self._stack(hooks) for hooks in by_router.values()]
 
     def _stack(self, by_name: Mapping[str, RecallHook]) -> HookStack:
+        hooks = list(by_name.values())
+        return HookStack(hooks[0].router, hooks, self._pass, self._together(by_name))
+
+    def _together(self, by_name: Mapping[str, RecallHook]) -> RecalledTogether | None:
+        """Return what recalls the memories at one router together; None: they cannot be."""
         hooks, together = list(by_name.values()), None
         if can_be_together(hooks):
             slots = list(by_name), hooks[0].router.device
@@ -155,7 +160,7 @@ class Memories(Handle):
                 self._slots.append(slots)
             with suppress(torch.OutOfMemoryError):  # without room, one after the other
                 together = RecalledTogether(hooks, self._pass, self._slots.index(slots))
-        return HookStack(hooks[0].router, hooks, self._pass, together)
+        return together
 
     def recall_hooks(self) -> list[RecallHook]:
         return [hook for hooks in self._hooks.values() for hook in hooks]

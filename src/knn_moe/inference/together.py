@@ -1,4 +1,5 @@
-"""Distilled memories at one router that are recalled in one launch, each by its own rows.
+"""Distilled memories at one router that are recalled together, each by its own rows: by kernels in
+one launch, or in plain torch.
 
 A row uses one memory at most, so nothing is mixed twice. Where one memory serves all rows, where a
 call is observed or not counted, and where gradients flow, the hooks mix one after the other.
@@ -18,6 +19,7 @@ from knn_moe.inference.rows import RowSlots
 from knn_moe.recall.distilled import DistilledRecall
 from knn_moe.recall.fused_prototypes import FusedPrototypes
 from knn_moe.recall.prototype_tensors import stack_prototypes
+from knn_moe.recall.stacked_prototypes import StackedPrototypes
 
 
 class RecalledTogether(nn.Module):
@@ -40,15 +42,16 @@ class RecalledTogether(nn.Module):
         self.number = number
         self.forward_pass = forward_pass
         self.spares_first = hooks[0].spares_first
-        fused = [_fused(hook) for hook in hooks]
-        stacked = stack_prototypes([each.tensors for each in fused])
-        self.fused = FusedPrototypes(stacked, max(each.top for each in fused))
+        recalls = [_distilled(hook) for hook in hooks]
+        stacked = stack_prototypes([each.tensors() for each in recalls])
+        tops = [each.fused.top for each in recalls if each.fused is not None]
+        self.fused = FusedPrototypes(stacked, max(tops)) if tops else None
+        self.plain = None if tops else StackedPrototypes(stacked)
         counts = torch.stack([hook.counts.sums for hook in hooks])
         self.register_buffer("counts", counts, persistent=False)
-        for slot, hook in enumerate(hooks):
+        for slot, (hook, recall) in enumerate(zip(hooks, recalls, strict=True)):
             hook.counts.sums = self.counts[slot]
-            assert isinstance(hook.recall, DistilledRecall)
-            hook.recall.share(stacked.of_memory(slot))
+            recall.share(stacked.of_memory(slot))
 
     def mix(
         self, inputs: Tensor, logits: Tensor, steps: list[tuple[RecallHook, Step]]
@@ -58,17 +61,32 @@ class RecalledTogether(nn.Module):
         rows = self.forward_pass.slots(self.number)
         if rows is None or not rows.mixed or now.observer is not None or now.aside:
             return None
-        if not self.hooks[0].recall.counts_call(inputs, logits):
+        if (inputs.requires_grad or logits.requires_grad) and torch.is_grad_enabled():
             return None
+        if self.plain is not None and torch.compiler.is_compiling():
+            return None  # how many tokens each memory has is not known there
         slots = self._slots(rows, len(inputs), inputs.device)
         real = self.forward_pass.real(len(inputs), inputs.device)
-        mixed, confidence = self.fused.forward(inputs, logits, self.counts, real, slots, rows.calls)
+        if self.plain is not None:
+            mixed, confidence = self.plain.forward(inputs, logits, slots)
+        else:
+            assert self.fused is not None
+            mixed, confidence = self.fused.forward(
+                inputs, logits, self.counts, real, slots, rows.calls
+            )
         for slot in rows.used:
             hook = self.hooks[slot]
-            selected = None  # only read where kernels do not count changes
-            if not hook.recall.counts_changes:
-                selected = slots == slot if real is None else (slots == slot) & real
-            steps.append((hook, Step(inputs, logits, mixed, confidence, selected, counted=True)))
+            if self.plain is not None and hook.count_changes:
+                step = Step(
+                    inputs, logits, mixed, confidence, real, False, slots, slot, len(self.hooks)
+                )
+            else:
+                selected = None  # only read where kernels do not count changes
+                if not hook.recall.counts_changes:
+                    selected = slots == slot if real is None else (slots == slot) & real
+                counted = self.plain is None
+                step = Step(inputs, logits, mixed, confidence, selected, counted)
+            steps.append((hook, step))
         return mixed
 
     def _slots(self, rows: RowSlots, count: int, device: torch.device) -> Tensor:
@@ -79,15 +97,17 @@ class RecalledTogether(nn.Module):
 
 
 def can_be_together(hooks: Sequence[RecallHook]) -> bool:
-    """Return whether the memories of these hooks at one router can be recalled in one launch."""
-    recalls = [hook.recall for hook in hooks]
-    ways = {(each.dtype, hook.spares_first) for each, hook in zip(recalls, hooks, strict=True)}
-    fused = all(isinstance(each, DistilledRecall) and each.fused is not None for each in recalls)
-    return fused and len(hooks) > 1 and len(ways) == 1
+    """Return whether the memories of these hooks at one router can be recalled together."""
+    if len(hooks) < 2 or not all(isinstance(hook.recall, DistilledRecall) for hook in hooks):
+        return False
+    recalls = [_distilled(hook) for hook in hooks]
+    ways = {
+        (each.dtype, each.fused is None, hook.spares_first)
+        for each, hook in zip(recalls, hooks, strict=True)
+    }
+    return len(ways) == 1
 
 
-def _fused(hook: RecallHook) -> FusedPrototypes:
-    recall = hook.recall
-    assert isinstance(recall, DistilledRecall)
-    assert recall.fused is not None
-    return recall.fused
+def _distilled(hook: RecallHook) -> DistilledRecall:
+    assert isinstance(hook.recall, DistilledRecall)
+    return hook.recall

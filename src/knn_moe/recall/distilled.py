@@ -96,10 +96,10 @@ class DistilledRecall(nn.Module):
         self.fused: FusedPrototypes | None = None
         if kernels_usable(device):
             top = count_top if layer.shape.num_experts <= MOST_RANKED else 0
-            self.fused = FusedPrototypes(self._tensors(), top)
+            self.fused = FusedPrototypes(self.tensors(), top)
 
-    def _tensors(self) -> PrototypeTensors:
-        """Return the tensors as kernels read them; they share their data with the buffers."""
+    def tensors(self) -> PrototypeTensors:
+        """Return the tensors as they are stacked; they share their data with the buffers."""
         size = torch.tensor([len(self.offsets)], dtype=torch.int32, device=self.offsets.device)
         widths = [self.gamma, self.log_threshold, self.confidence_factor]
         return PrototypeTensors(
