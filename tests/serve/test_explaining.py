@@ -15,6 +15,7 @@ import torch
 from helpers.served import Served, make_service, served, two_memories
 from helpers.tiny import trained
 from knn_moe import Explanation, RoutingMemory, attach
+from knn_moe.bench.uses import distilled_memory
 from knn_moe.explain.reader import colour, show_place
 from knn_moe.serve import explaining
 from knn_moe.serve.answering import Limits
@@ -90,6 +91,30 @@ def test_one_token_in_full(
         assert found[0] == pytest.approx(wanted[0], abs=1)
     assert ("said" in told["place"]) == (place < 8)  # behind the answer, what may follow
     assert len(told["place"]["expected"][1]) == 5
+
+
+def test_a_distilled_memory(
+    server: Served,
+    answer: dict[str, Any],
+    memories: dict[str, RoutingMemory],
+    tiny_tokenizer: Any,
+) -> None:
+    """Its prototypes are told as the real cases that are nearest to them."""
+    small = distilled_memory(memories["law"], 8)
+    ids = [*answer["prompt_token_ids"], *answer["token_ids"]]
+    with attach(trained("tiny-olmoe"), small) as routing:
+        explained = routing.explain(torch.tensor(ids), tokenizer=tiny_tokenizer)
+    before = explained.tokens[len(answer["prompt_token_ids"]) + 2]
+    server.service.load("small", small)
+    try:
+        told = ask(server, {**answer, "model": "small", "token": 3})
+        short = ask(server, {**answer, "model": "small"})["tokens"][3]
+    finally:
+        server.service.engine.unload("small")
+    assert told["texts"] == json.loads(json.dumps(show_place(before)))["texts"]
+    assert any(row[1] for row in told["texts"])
+    assert before.following is not None
+    assert short["with_memory"] == pytest.approx(before.following.with_memory, rel=1e-3)
 
 
 def test_requests_go_on_as_if_nothing_was_explained(server: Served, answer: dict[str, Any]) -> None:

@@ -49,11 +49,16 @@ class ModelShape(NamedTuple):
 _QWEN3: Final = {
     "num_experts": 128, "moe_intermediate_size": 768, "head_dim": 128, "norm_topk_prob": True,
 }  # fmt: skip
+# As experiments/recipes/olmoe-80m.json trains it.
+_OLMOE_80M: Final = {
+    "num_experts": 32, "tie_word_embeddings": True, "max_position_embeddings": 1024,
+}  # fmt: skip
 _GPT_OSS: Final = {"num_local_experts": 32, "head_dim": 64, "sliding_window": 128}
 SHAPES: Final[Registry[ModelShape]] = Registry(
     "shape",
     {
         "small": ModelShape("Olmoe", 4096, 192, 96, 6, 6, 6, 4, {"num_experts": 16}),
+        "olmoe-80m": ModelShape("Olmoe", 4096, 384, 256, 8, 6, 6, 4, _OLMOE_80M),
         "olmoe-1b-7b": ModelShape("Olmoe", 50304, 2048, 1024, 16, 16, 16, 8, {"num_experts": 64}),
         "gpt-oss-20b": ModelShape("GptOss", 201088, 2880, 2880, 24, 64, 8, 4, _GPT_OSS),
         "qwen3-30b-a3b": ModelShape("Qwen3Moe", 151936, 2048, 6144, 48, 32, 4, 8, _QWEN3),

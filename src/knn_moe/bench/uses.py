@@ -58,11 +58,7 @@ class Use:
         """Return the memory in the form that is used."""
         if self.prototypes is None:
             return memory
-        layers = {
-            index: _distilled(layer, self.prototypes, seed)
-            for index, layer in memory.full_layers().items()
-        }
-        return replace(memory, layers=layers, folder=None)
+        return distilled_memory(memory, self.prototypes, seed)
 
 
 @dataclass(frozen=True)
@@ -110,6 +106,14 @@ def chosen_uses(k: int, indexes: tuple[IndexConfig, ...]) -> tuple[Use, ...]:
     return tuple(
         Use(config=RoutingConfig(k=k, index=index, spare_first_token=True)) for index in indexes
     )
+
+
+def distilled_memory(memory: RoutingMemory, prototypes: int, seed: int = 0) -> RoutingMemory:
+    """Return a memory with this many prototypes in each layer, which nobody has trained."""
+    layers = {
+        index: _distilled(layer, prototypes, seed) for index, layer in memory.full_layers().items()
+    }
+    return replace(memory, layers=layers, folder=None)
 
 
 def _distilled(layer: LayerMemory, prototypes: int, seed: int) -> DistilledLayer:

@@ -9,6 +9,7 @@ import click
 
 from knn_moe.cli.bench_common import count_option, dtype_option, pick_dtype, show_stage
 from knn_moe.cli.bench_retrieval import retrieval
+from knn_moe.cli.bench_serve import serve
 from knn_moe.cli.common import device_option, json_option, print_json, print_table
 from knn_moe.routers.load import pick_device
 
@@ -25,6 +26,7 @@ def command() -> None:
     knn-moe bench build --shape olmoe-1b-7b --length 200 --grow 0
     knn-moe bench retrieval
     knn-moe bench retrieval --shape olmoe-1b-7b --plot retrieval.svg
+    knn-moe bench serve
     """
 
 
@@ -110,3 +112,4 @@ def _show_build(bench: BuildBench, results: list[BuildMeasure]) -> None:
 
 
 command.add_command(retrieval)
+command.add_command(serve)
