@@ -9,25 +9,33 @@
 set -euo pipefail
 out=$(realpath -m "$1") study=$(realpath -m "$2") minutes=$3
 shift 3
+[ -z "${KNN_MOE_DATA:-}" ] || KNN_MOE_DATA=$(realpath "$KNN_MOE_DATA")
 cd "$(dirname "$0")/.."
 mkdir -p "$out" "$study"
 export KNN_MOE_EMBEDDING=own OMP_NUM_THREADS=1 # no embedding model is needed
 nvidia-cuda-mps-control -d 2> /dev/null || echo "No Multi-Process Service: the processes take turns."
 
 # The form that has been studied least comes first.
-recipes=()
+recipes=() trainer=
 for form in smol-moe-coarse smol-moe smol-moe-shared; do
   [ -e "$out/$form/tokenizer_config.json" ] || recipes+=("experiments/recipes/$form.json")
 done
 if [ ${#recipes[@]} -gt 0 ]; then
   python3 experiments/train_smol_moe.py "${recipes[@]}" --out "$out" "$@" > "$study/training.log" 2>&1 &
+  trainer=$!
 fi
 
 # slice NAME FORM JOBS OPTIONS: wait for a form; make runs of it in a folder of their own.
 slice() {
   local name=$1 form=$2 jobs=$3
   shift 3
-  until [ -e "$out/$form/tokenizer_config.json" ]; do sleep 1; done
+  until [ -e "$out/$form/tokenizer_config.json" ]; do
+    if ! kill -0 "$trainer" 2> /dev/null || [ "$SECONDS" -gt $((minutes * 60)) ]; then
+      echo "There is no $form, so $name is left out: see $study/training.log"
+      return
+    fi
+    sleep 1
+  done
   knn-moe reproduce pretrained --model "$out/$form" -o "$study/$name" --jobs "$jobs" \
     --batch-tokens 16384 --build-tokens 4096 --no-tables --minutes "$(awk "BEGIN { print $minutes - $SECONDS / 60 }")" \
     "$@" >> "$study/$name.log" 2>&1 || echo "$name failed: see $study/$name.log"

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -117,10 +117,11 @@ def conclude(search: Search, started: float) -> Calibration:
     calibrator, best = search.calibrator, search.best
     try:
         judged = calibrator.judge(best)
-        if not judged.better and judged.change.difference < 0:
-            judged = calibrator.judge_again(best)
     except DivergedError:
         raise no_finite_loss() from None
+    if not judged.better and judged.change.difference < 0:
+        with suppress(DivergedError):  # what was judged first remains, and is not sure
+            judged = calibrator.judge_again(best)
     # A head predicts the next token, which does not tell the right answer from a wrong one.
     wanted = calibrator.config.head and not calibrator.by_choices
     head = calibrator.choose_head(best, routed=judged.better) if wanted else None

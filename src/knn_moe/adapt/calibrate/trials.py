@@ -145,10 +145,12 @@ class Calibrator:
     @cached_property
     def start(self) -> Start:
         """Where the values start."""
+        return self._choose_start(self.data)
+
+    def _choose_start(self, data: FitData) -> Start:
         with self.clock.measure("start of the values"):
             directions = [Direction.of(each) for each in self.cases]
-            sample = self.data.sample(_SAMPLE)
-            return choose_start(self.model, directions, sample, self.ks[-1])
+            return choose_start(self.model, directions, data.sample(_SAMPLE), self.ks[-1])
 
     def try_unchanged(self) -> Trial | None:
         """Try the memory as it is used now, but for the first token.
@@ -174,7 +176,8 @@ class Calibrator:
             routing = replace(routing, per_layer=start.routing.per_layer)
         steps = self.steps if start is None else self._fewer_steps
         try:
-            fitted = self._fit_widths(self.data, routing, steps, name)
+            cases = self.start.cases if self.config.value_rates else self.cases
+            fitted = self._fit_widths(cases, self.data, routing, steps, name)
         except DivergedError:
             return None
         trial = self._judge_trial(name, *fitted)
@@ -190,10 +193,14 @@ class Calibrator:
         return trial and replace(trial, fitted=True, values_changed=True, training=training)
 
     def _fit_widths(
-        self, data: FitData, routing: RoutingConfig, steps: int, name: str
+        self,
+        cases: Sequence[FitCases],
+        data: FitData,
+        routing: RoutingConfig,
+        steps: int,
+        name: str,
     ) -> tuple[RoutingConfig, Sequence[FitCases]]:
         """Fit widths; raise DivergedError if the fit diverges."""
-        cases = self.start.cases if self.config.value_rates else self.cases
         step = self.counter.steps_of(name)
         with self.clock.measure(name):
             widths, fitted = fit_widths(self.model, cases, data, routing, steps, step)
@@ -288,13 +295,17 @@ class Calibrator:
         return compare(Reading.join(readings, tokens), Baseline.join(parts), looks=2)
 
     def _learn_again(self, data: FitData, trial: Trial) -> tuple[RoutingConfig, Sequence[FitCases]]:
-        """Learn from other data what `trial` learned: widths, and values at the same rate."""
+        """Learn from other data what `trial` learned: where values start, widths, and values at
+        the same rate."""
         if not trial.fitted:
             return trial.routing, trial.cases
         training, k = trial.training, trial.routing.k
-        self.counter.expect(self.steps + self.config.passes * len(data.batches))
+        self.counter.expect(
+            self.steps + (self.config.passes * len(data.batches) if training else 0)
+        )
+        cases = self._choose_start(data).cases if self.config.value_rates else self.cases
         routing = self._routing(self.ks[-1] if training else k)
-        fitted = self._fit_widths(data, routing, self.steps, _AGAIN)
+        fitted = self._fit_widths(cases, data, routing, self.steps, _AGAIN)
         if training is None:
             return fitted
         start = StartOfTraining(fitted[1], fitted[0], training.rate)
