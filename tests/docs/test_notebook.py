@@ -30,7 +30,7 @@ def test_the_notebook_runs_and_the_memory_helps(
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     notebook = read()
-    client = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
+    client = NotebookClient(notebook, timeout=900, resources={"metadata": {"path": str(tmp_path)}})
     client.execute()
     cells = {cell["id"]: cell for cell in notebook["cells"] if cell["cell_type"] == "code"}
     whole = "".join(outputs(cell, "stdout") for cell in cells.values())
